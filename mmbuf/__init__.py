@@ -1,0 +1,34 @@
+"""mmbuf: a memory-mapped columnar storage engine for reinforcement-learning trajectories."""
+
+from mmbuf.buffer import TrajectoryReplayBuffer
+from mmbuf.collect import Channel, TrajectoryCollector
+from mmbuf.errors import (
+    ClosedError,
+    CorruptError,
+    EmptyBufferError,
+    LockedError,
+    MmbufError,
+    SchemaError,
+    VersionError,
+    WriteError,
+)
+from mmbuf.reader import ReplayReader
+from mmbuf.trajectory import Trajectory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Channel",
+    "ClosedError",
+    "CorruptError",
+    "EmptyBufferError",
+    "LockedError",
+    "MmbufError",
+    "ReplayReader",
+    "SchemaError",
+    "Trajectory",
+    "TrajectoryCollector",
+    "TrajectoryReplayBuffer",
+    "VersionError",
+    "WriteError",
+]

@@ -1,0 +1,343 @@
+"""TrajectoryReplayBuffer: add batched trajectories, sample random rows of the newest.
+
+It can stand in the place of RLinf's class of that name: same constructor arguments and methods,
+same directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmbuf import files
+from mmbuf.entry import Entry
+from mmbuf.errors import ClosedError, MmbufError
+from mmbuf.index import TrajectoryIndex
+from mmbuf.schema import Payload, measure
+from mmbuf.trajectory import Trajectory, fields_of
+from mmbuf.window import Batch, Window
+from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
+
+FORMATS = ("arrow", "npy", "pt", "pkl")
+_LOCK = ".writer.lock"
+_log = logging.getLogger("mmbuf")
+
+
+class TrajectoryReplayBuffer:
+    """A replay buffer of batched trajectories ``[T, B, ...]``; samples rows ``[K, ...]``.
+
+    Parameters
+    ----------
+    seed
+        Of the buffer's own generator; None draws one. No global random state is read or set.
+    enable_cache
+        False: no file is mapped, and every row of a written trajectory is read when it is drawn
+        (for network file systems).
+    cache_size
+        How many of the window's newest trajectories are resident; None: all.
+    sample_window_size
+        `sample` draws from so many of the newest trajectories; 0: from all.
+    auto_save, auto_save_path
+        Keep the trajectories as files in this directory. A store that is there already is
+        continued. Without ``auto_save`` the window is in memory only, and ``enable_cache``,
+        ``cache_size`` and ``auto_save_path`` have no effect.
+    trajectory_format
+        Of the files.
+    max_pending_bytes
+        Bounds the rows that are in memory and not yet in a file: past it `add_trajectories` waits.
+
+    One thread may add while any number sample. A forked child can sample but not add. A buffer
+    does not pickle: open a `ReplayReader` on its path.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = 1234,
+        enable_cache: bool = True,
+        cache_size: int | None = None,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | os.PathLike[str] = "",
+        trajectory_format: str = "arrow",
+        *,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> None:
+        if trajectory_format not in FORMATS:
+            raise ValueError(
+                f"trajectory_format: expected one of {FORMATS}, got {trajectory_format!r}."
+            )
+        if auto_save and trajectory_format != "arrow":
+            raise ValueError(
+                f"trajectory_format: expected 'arrow' for a store that is written, "
+                f"got {trajectory_format!r}."
+            )
+        if cache_size is not None and cache_size < 0:
+            raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
+        if sample_window_size < 0:
+            raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
+        if auto_save and not os.fspath(auto_save_path):
+            raise ValueError("auto_save_path: expected a directory for auto_save=True, got none.")
+        self.seed = seed
+        self.enable_cache = enable_cache
+        self.sample_window_size = sample_window_size
+        self.auto_save = auto_save
+        self.auto_save_path = files.absolute(auto_save_path) if auto_save else None
+        self.trajectory_format = trajectory_format
+        self._pid = files.process_id()
+        self._add_lock = threading.Lock()  # one caller at a time adds, flushes, clears or closes
+        self._is_closed = False
+        self._next_id = 0
+        self._window = Window(
+            seed=seed,
+            window_size=sample_window_size,
+            cache_size=(cache_size if enable_cache else 0) if auto_save else None,
+            can_map=enable_cache,
+        )
+        self._writer: TrajectoryWriter | None = None
+        if self.auto_save_path is not None:
+            self._open_store(self.auto_save_path, max_pending_bytes)
+
+    def _open_store(self, directory: str, max_pending_bytes: int) -> None:
+        if files.exists(directory) and not files.is_directory(directory):
+            raise NotADirectoryError(
+                f"auto_save_path: expected a directory, got a file: {directory}"
+            )
+        files.make_directory(directory)
+        self._lock = files.WriterLock(files.join(directory, _LOCK))
+        try:
+            index = TrajectoryIndex(directory)
+            contents = index.contents
+            self._window.open(contents.schema, contents.entries.values(), directory)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._next_id = contents.trajectory_counter
+        self._writer = TrajectoryWriter(
+            index,
+            self._metadata,
+            lambda entry: self._window.set_written(entry, directory),
+            max_pending_bytes,
+        )
+
+    # -- adding ------------------------------------------------------------------------------
+
+    def add_trajectories(self, trajectories: Iterable[Any]) -> None:
+        """Add trajectories, oldest first; they can be sampled when this returns.
+
+        Each is a `Trajectory`, a dataclass with such fields, or a nested dict of ``[T, B, ...]``
+        tensors or arrays. The rows are copied, so the caller may reuse its memory at once. Each is
+        added whole or not at all: SchemaError for data that do not fit, WriteError if an earlier
+        one could not be written (before anything of this call's rest is added), MemoryError.
+        """
+        with self._add_lock:
+            self._check_can_write("add_trajectories")
+            if isinstance(trajectories, (str, bytes, Mapping)) or not isinstance(
+                trajectories, Iterable
+            ):
+                raise TypeError(
+                    f"trajectories: expected a list of trajectories, "
+                    f"got {type(trajectories).__name__}. Put a single one in a list."
+                )
+            for item in trajectories:
+                if self._writer is not None:
+                    self._writer.raise_failure()
+                fields, max_episode_length, model_weights_id = fields_of(item)
+                payload = measure(fields, self._window.schema if len(self) else None)
+                entry = Entry(
+                    uuid.uuid4().hex,
+                    self._next_id,
+                    payload.shape,
+                    max_episode_length,
+                    model_weights_id,
+                    time.time(),
+                )
+                self._add(entry, payload)
+
+    def _add(self, entry: Entry, payload: Payload) -> None:
+        writer = self._writer
+        size_bytes = payload.size_bytes
+        if writer is not None:
+            writer.wait_for_room(size_bytes)
+        cache = self._window.begin(payload.schema)
+        while (slot := cache.put(entry, payload, is_written=writer is None)) is None:
+            # The ring of addresses is full: wait for gathers to end, or for files to be written.
+            if cache.make_room():
+                time.sleep(0.0005)
+            elif writer is not None and writer.num_pending:
+                writer.wait_for_next()
+            else:
+                raise MemoryError(
+                    f"a trajectory of {size_bytes} bytes: expected room for the window in the "
+                    f"reserved addresses, got none. Raise RLIMIT_AS or shrink sample_window_size."
+                )
+        self._window.add(slot)
+        self._next_id += 1
+        if writer is not None:
+            writer.submit(cache, slot, size_bytes)
+        else:
+            cache.reclaim()
+
+    # -- sampling ----------------------------------------------------------------------------
+
+    def sample(self, num_chunks: int = 0, out: Mapping[str, Any] | None = None) -> Batch:
+        """``num_chunks`` rows, uniform with replacement over the rows of the window.
+
+        A nested dict with the trajectories' own keys and dtypes, tensors ``[K, ...]`` that are the
+        caller's to keep and change (text: list of K str). ``out``: an earlier batch of as many
+        rows, refilled in place. ValueError for ``num_chunks`` < 1, EmptyBufferError when there is
+        nothing to draw from, SchemaError when ``out`` is not such a batch. Thread-safe.
+        """
+        if self._is_closed:
+            raise _closed("sample")
+        return self._window.sample(num_chunks, out)
+
+    def get_trajectory(self, trajectory_id: int) -> Trajectory:
+        """One trajectory as it was added, steps that are left out of the rows included.
+
+        Its tensors are the caller's. KeyError if there is none of this id, or not any more.
+        """
+        if self._is_closed:
+            raise _closed("get_trajectory")
+        return self._window.get_trajectory(trajectory_id)
+
+    # -- state -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._window.entries)
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories in the list."""
+        return len(self._window.entries)
+
+    @property
+    def total_samples(self) -> int:
+        """Number of rows of all trajectories in the list."""
+        return self._window.total_samples
+
+    @property
+    def trajectory_counter(self) -> int:
+        """The id that the next trajectory gets."""
+        return self._next_id
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Ids of all trajectories in the list, oldest first."""
+        return list(self._window.entries)
+
+    @property
+    def window_ids(self) -> list[int]:
+        """Ids of the trajectories that `sample` draws from, oldest first."""
+        return self._window.window_ids
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether the list holds at least ``min_size`` trajectories."""
+        return len(self) >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """`is_ready`, for callers that await it."""
+        return self.is_ready(min_size)
+
+    def get_stats(self) -> dict[str, int]:
+        """Counts of the trajectory list, the window, the cache and what is still to be written."""
+        stats = self._window.get_stats()
+        stats["trajectory_counter"] = self._next_id
+        stats["pending_trajectories"] = self._writer.num_pending if self._writer else 0
+        stats["pending_bytes"] = self._writer.pending_bytes if self._writer else 0
+        return stats
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "trajectory_format": self.trajectory_format,
+            "seed": self.seed,
+            "rng_state": self._window.generator.bit_generator.state,
+        }
+
+    # -- ending ------------------------------------------------------------------------------
+
+    def flush(self, sync: bool = False) -> None:
+        """Wait until all that was added is published in files, which survive a killed process.
+
+        ``sync=True``: and on the disk itself, where it survives power loss. WriteError if it
+        fails; what could not be written stays in memory, and the next flush tries again. Without
+        ``auto_save`` there is nothing to do.
+        """
+        with self._add_lock:
+            self._check_can_write("flush")
+            if self._writer is not None:
+                self._writer.flush(sync=sync)
+
+    def clear_cache(self) -> None:
+        """Give back the memory of all that can be read from files again."""
+        with self._add_lock:
+            if self._is_closed:
+                raise _closed("clear_cache")
+            if self._window.cache is not None:
+                self._window.cache.drop_pages()
+
+    def clear(self) -> None:
+        """Remove all trajectories, their files too. Ids go on; the schema is free again."""
+        with self._add_lock:
+            self._check_can_write("clear")
+            if self._writer is not None:
+                self._writer.flush(sync=False)
+                self._writer.clear()
+            self._window.clear()
+
+    def close(self, wait: bool = True) -> None:
+        """Write what is pending, then give back all memory and the store's lock.
+
+        If the writing fails WriteError is raised and the buffer stays open, since the rows are
+        nowhere else. ``wait=False`` gives up what is not written yet, and says so in the log.
+        Closing again does nothing. In a forked child only the child's memory is given back.
+        """
+        with self._add_lock:
+            if self._is_closed:
+                return
+            if self._writer is not None and not self._is_forked():
+                lost = self._writer.close(wait=wait)
+                if lost:
+                    _log.warning(
+                        "%s: closed with %d trajectories not written.", self.auto_save_path, lost
+                    )
+                self._lock.release()
+            self._is_closed = True
+            self._window.close()
+
+    def __enter__(self) -> TrajectoryReplayBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> None:
+        raise TypeError(
+            "a TrajectoryReplayBuffer does not pickle. Send its path, and use ReplayReader(path)."
+        )
+
+    def __repr__(self) -> str:
+        where = self.auto_save_path or "memory"
+        return (
+            f"<TrajectoryReplayBuffer {where}: {self.size} trajectories, {self.total_samples} rows>"
+        )
+
+    def _is_forked(self) -> bool:
+        return files.process_id() != self._pid
+
+    def _check_can_write(self, what: str) -> None:
+        if self._is_closed:
+            raise _closed(what)
+        if self._is_forked():
+            raise MmbufError(
+                f"{what}: expected the process that made the buffer, got a forked child of it. "
+                f"A child can sample; let it send its trajectories to the parent."
+            )
+
+
+def _closed(what: str) -> ClosedError:
+    return ClosedError(f"{what}: expected an open buffer, got one that was closed.")

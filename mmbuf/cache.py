@@ -1,0 +1,483 @@
+"""TrajectoryCache: the window's trajectories in address ranges; put, rewire, evict, gather.
+
+What a trajectory goes through::
+
+    put      rows copied into anonymous pages; can be sampled at once
+    written  its file is published: the file's pages take the place of the anonymous ones (rewire)
+    evict    it left the cache or the window: its addresses are given back
+
+A trajectory of a store that is opened starts with a *place* and without pages; it is filled (mapped
+or copied from its file) when a row of it is first drawn. A trajectory of the window that has no
+place (``cache_size`` smaller than the window, caching off, mappings spent) is *cold*: its rows are
+read from the file.
+
+Gathers take no lock. They read one published `View`, complete before it is published; they leave a
+mark in it while they go on and look again whether it is still the current one. Addresses are given
+back only when no view published before the eviction has a mark (`reclaim`).
+
+No array that points into a range leaves this module, but for `lend`: the writer needs the pages of
+a trajectory that cannot be evicted before it is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmbuf.entry import Entry
+from mmbuf.errors import CorruptError, EmptyBufferError
+from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
+from mmbuf.pool import MIN_BYTES, BatchPool
+from mmbuf.schema import Array, Column, Payload, Schema
+from mmbuf.slots import SlotTable, View
+
+Leaf = Any  # an array [K, *S] in storage dtype, or a list of K str
+
+STATS = ("window_trajectories", "window_samples", "cache_size", "cache_filled", "cache_maps")
+
+
+@dataclass(slots=True)
+class _Retired:
+    """What is given back when the gathers of ``blockers`` have ended."""
+
+    blockers: list[View]
+    place: Place | None
+    number: int | None
+
+
+class TrajectoryCache:
+    """The rows of a window of trajectories of one ``schema``.
+
+    The window is the newest ``window_size`` of all put (0: all); the newest ``cache_size`` of
+    these (None: all) have a place in memory. ``can_map=False`` never maps a file. One thread may
+    put, one call `written`, and any number gather, all at the same time.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        window_size: int = 0,
+        cache_size: int | None = None,
+        can_map: bool = True,
+        reserved_bytes: int = RESERVED_BYTES,
+    ) -> None:
+        self.schema = schema
+        self._window_size = window_size
+        self._cache_size = cache_size
+        self._can_map = can_map
+        self._places = Places(schema, can_map=can_map, reserved_bytes=reserved_bytes)
+        self._takes = [
+            (home[0], home[2].take) if home else (0, _no_bytes(column).take)
+            for home, column in zip(self._places.homes, schema.columns, strict=True)
+        ]
+        self._widest = max(column.row_bytes for column in schema.columns)
+        self._num_lanes = len(self._places.lanes)
+        self._pool = BatchPool()
+        self._table = SlotTable(self._num_lanes)
+        self._view = View(self._table, is_filled=True)
+        self._slots: dict[int, Slot] = {}
+        self._resident: deque[Slot] = deque()  # those with a place, oldest first
+        self._num_unfilled = 0  # of the window
+        self._busy: list[View] = []  # earlier views that gathers still use
+        self._retired: deque[_Retired] = deque()
+        self._lock = threading.Lock()  # guards all of the above but what gathers read
+        self._fill_lock = threading.Lock()  # one fill at a time; taken before _lock
+        self._vm_lock = threading.Lock()  # a place is not given back while it is rewired; first
+
+    # -- adding ------------------------------------------------------------------------------
+
+    def put(self, entry: Entry, payload: Payload, *, is_written: bool) -> Slot | None:
+        """Copy a trajectory in; None, and nothing done, when there is no room at the moment.
+
+        ``is_written`` is for one that will have no file: it may be evicted at any time. Raises
+        MemoryError when it can never fit.
+        """
+        with self._lock:
+            place = self._places.find(payload.rows)
+            if place is None:
+                if not self._resident and not self._retired:
+                    raise _too_large(payload.size_bytes)
+                return None
+        try:
+            self._places.copy_in(place, payload)
+        except BaseException:
+            with self._lock:
+                self._places.give_back(place)
+            raise
+        slot = Slot(entry, "", payload.rows, is_written, True, place)
+        with self._lock:
+            self._append(slot)
+            self._publish(self._leave())
+        return slot
+
+    def open(self, entries: Iterable[tuple[Entry, str]]) -> list[Slot]:
+        """Take in trajectories that have a file, oldest first, without reading one."""
+        entries = list(entries)
+        if self._window_size:
+            entries = entries[-self._window_size :]
+        cached = len(entries) if self._cache_size is None else self._cache_size
+        slots = []
+        with self._lock:
+            for i, (entry, path) in enumerate(entries):
+                rows = tuple(part.rows for part in entry.parts)
+                place = self._places.find(rows) if len(entries) - i <= cached else None
+                slot = Slot(entry, path, rows, True, False, place)
+                self._append(slot)
+                slots.append(slot)
+            self._publish(self._leave())
+        return slots
+
+    def lend(self, slot: Slot) -> tuple[list[Array], dict[int, list[str]]]:
+        """The rows of each column of an unwritten slot, and the strings of text columns.
+
+        Views of the range, for the writer alone: `written` must not have been called yet.
+        """
+        rows: list[Array] = []
+        texts: dict[int, list[str]] = {}
+        assert slot.place is not None
+        for position, num_rows in enumerate(slot.rows):
+            column_rows = self._places.rows_of(slot.place, position, num_rows)
+            text = self._places.texts.get(position)
+            if text is not None:
+                codes, local = np.unique(column_rows, return_inverse=True)
+                texts[position] = text.decode(codes)
+                column_rows = local.reshape(-1).astype(np.int32)
+            rows.append(column_rows)
+        return rows, texts
+
+    def written(self, slot: Slot, entry: Entry, path: str) -> None:
+        """The slot's file is published at ``path``: put its pages in the place of our own."""
+        with self._lock:
+            slot.entry, slot.path, slot.is_written, slot.is_checked = entry, path, True, True
+            leaving = self._leave()
+            if leaving:
+                self._publish(leaving)
+        if self._can_map:
+            with self._vm_lock:
+                place = slot.place
+                if place is not None and not self._places.rewire(slot, place):
+                    self._make_cold(slot)
+        self.reclaim()
+
+    # -- gathering ---------------------------------------------------------------------------
+
+    def gather(
+        self, draw: Callable[[int, int], Array], out: Sequence[Leaf] | None = None
+    ) -> list[Leaf]:
+        """Copies of the rows that ``draw(low, high)`` gives, for each column of the schema.
+
+        ``low`` and ``high`` bound the row numbers of the window; ``draw`` returns int64 ``[K]``.
+        Arrays ``[K, *S]`` in storage dtype, or list of K str. ``out``: such, to be refilled.
+        EmptyBufferError when there is no row.
+        """
+        while True:
+            with self._marked() as view:
+                if view.low == view.high:
+                    raise EmptyBufferError("sample: expected rows to draw from, got none.")
+                try:
+                    return self._gather(view, draw(view.low, view.high), out)
+                except FileNotFoundError as error:
+                    # Whoever unlinks a file has published a view without it before.
+                    if view is self._view:
+                        raise CorruptError(str(error.filename), "the file is missing.") from error
+
+    def copy_of(self, slot: Slot) -> list[Leaf] | None:
+        """A copy of all rows of a slot, left-out ones too; None when it has to be read."""
+        with self._marked():
+            # Whoever takes this place away from now on waits for our mark.
+            place = slot.place
+            if place is None or not slot.is_filled:
+                return None
+            leaves: list[Leaf] = []
+            for position, num_rows in enumerate(slot.rows):
+                rows = self._places.rows_of(place, position, num_rows)
+                text = self._places.texts.get(position)
+                leaves.append(np.array(rows) if text is None else text.decode(rows))
+            return leaves
+
+    @contextmanager
+    def _marked(self) -> Iterator[View]:
+        """The current view; nothing that it shows is given back within the block."""
+        mark = object()
+        while True:
+            view = self._view
+            try:
+                view.marks.append(mark)
+                if view is self._view:
+                    yield view
+                    return
+            finally:
+                if mark in view.marks:
+                    view.marks.remove(mark)
+
+    # -- giving back -------------------------------------------------------------------------
+
+    def reclaim(self) -> None:
+        """Give back what was evicted and is not looked at any more. Does not wait."""
+        with self._vm_lock, self._lock:
+            while self._retired and not any(view.marks for view in self._retired[0].blockers):
+                retired = self._retired.popleft()
+                if retired.place is not None:
+                    self._places.give_back(retired.place)
+                if retired.number is not None:
+                    self._slots.pop(retired.number, None)
+
+    def make_room(self) -> bool:
+        """Take the place of the oldest trajectory that has a file; False if there is none."""
+        with self._lock:
+            slot = next((slot for slot in self._resident if slot.path), None)
+        if slot is not None:
+            self._make_cold(slot)
+        self.reclaim()
+        return slot is not None or bool(self._retired)
+
+    def drop_pages(self) -> None:
+        """Give back the memory of all that can be read from a file again."""
+        with self._lock:
+            again = [slot for slot in self._resident if slot.path]
+            if not again:
+                return
+            self._table.renew()
+            places = []
+            for slot in again:
+                places.append(slot.place)
+                if slot.is_filled:
+                    self._set_filled(slot, False)
+                slot.place = self._places.find(slot.rows)
+                if slot.place is not None:
+                    self._table.place(slot.number, self._places.starts(slot.place))
+            self._resident = deque(slot for slot in self._resident if slot.place is not None)
+            self._publish([_Retired([], place, None) for place in places])
+        self.reclaim()
+        self._pool.clear()
+
+    def clear(self) -> None:
+        """Forget all trajectories. None may be on its way to a file."""
+        with self._lock:
+            slots = list(self._slots.values())
+            self._table.drop_all()
+            self._resident.clear()
+            self._num_unfilled = 0
+            leaving = [_Retired([], slot.place, slot.number) for slot in slots]
+            for slot in slots:
+                slot.place = None
+            self._publish(leaving)
+        self.reclaim()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Give all addresses back once the gathers that go on have ended.
+
+        Should one not end in ``timeout_s``, the addresses stay: they must not be taken from it.
+        """
+        self.clear()
+        deadline = time.monotonic() + timeout_s
+        while self._retired:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.0005)
+            self.reclaim()
+        while any(view.marks for view in self._busy):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.0005)
+        self._places.close()
+        self._pool.clear()
+
+    def renew_locks(self) -> None:
+        """Make locks and marks anew, in a forked child: the threads that held them are gone."""
+        self._lock = threading.Lock()
+        self._fill_lock = threading.Lock()
+        self._vm_lock = threading.Lock()
+        self._pool.renew_lock()
+        for text in self._places.texts.values():
+            text.renew_lock()
+        for view in (*self._busy, self._view):
+            view.marks.clear()
+
+    def get_stats(self) -> dict[str, int]:
+        """Counts of the window and of the cache."""
+        with self._lock:
+            counts = (
+                self._table.stop - self._table.first,
+                self._view.high - self._view.low,
+                len(self._resident),
+                sum(slot.is_filled for slot in self._resident),
+                sum(slot.place.num_maps for slot in self._resident if slot.place),
+            )
+        return dict(zip(STATS, counts, strict=True))
+
+    # -- the window, all under _lock -----------------------------------------------------------
+
+    def _append(self, slot: Slot) -> None:
+        starts = None if slot.place is None else self._places.starts(slot.place)
+        num_samples = slot.entry.num_samples
+        slot.number = self._table.append(num_samples, starts, is_filled=slot.is_filled)
+        self._slots[slot.number] = slot
+        if slot.place is not None:
+            self._resident.append(slot)
+        if not slot.is_filled:
+            self._num_unfilled += 1
+
+    def _leave(self) -> list[_Retired]:
+        """Take out of window and cache what is over their sizes; to be retired when published."""
+        leaving: list[_Retired] = []
+        table = self._table
+        while self._window_size and table.stop - table.first > self._window_size:
+            slot = self._slots[table.first_number + table.first]
+            table.drop_oldest()
+            if not slot.is_filled:
+                self._num_unfilled -= 1
+            if slot.place is None:
+                leaving.append(_Retired([], None, slot.number))
+        limit = len(self._resident) if self._cache_size is None else self._cache_size
+        while self._resident:
+            slot = self._resident[0]
+            is_in_window = table.is_in_window(slot.number)
+            if not slot.is_written or (is_in_window and len(self._resident) <= limit):
+                break
+            self._resident.popleft()
+            leaving.append(_Retired([], slot.place, None if is_in_window else slot.number))
+            if slot.is_filled:
+                self._set_filled(slot, False)
+            slot.place = None
+        return leaving
+
+    def _set_filled(self, slot: Slot, is_filled: bool) -> None:
+        slot.is_filled = is_filled
+        if self._table.is_in_window(slot.number):
+            self._num_unfilled += -1 if is_filled else 1
+            self._table.set_filled(slot.number, is_filled)
+
+    def _publish(self, leaving: list[_Retired]) -> None:
+        """Show gathers the window as it is now; what left is given back once they let it go."""
+        old, self._view = self._view, View(self._table, self._num_unfilled == 0)
+        self._busy = [view for view in (*self._busy, old) if view.marks]
+        for retired in leaving:
+            retired.blockers = self._busy
+            self._retired.append(retired)
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def _make_cold(self, slot: Slot) -> None:
+        """Take a written slot's place away; its rows are read from the file from now on."""
+        with self._lock:
+            place = slot.place
+            if place is None:
+                return
+            self._resident.remove(slot)
+            slot.place = None
+            if slot.is_filled:
+                self._set_filled(slot, False)
+            number = None if self._table.is_in_window(slot.number) else slot.number
+            self._publish([_Retired([], place, number)])
+
+    def _fill(self, slot: Slot) -> None:
+        """Put the file's rows behind the place of ``slot``, if it has one and they are not yet."""
+        with self._fill_lock:
+            place = slot.place
+            if place is None or slot.is_filled or not self._places.fill(slot, place):
+                return
+            with self._lock:
+                if slot.place is place:
+                    self._set_filled(slot, True)
+                    if self._num_unfilled == 0:
+                        self._publish([])
+
+    # -- gathers ---------------------------------------------------------------------------------
+
+    def _gather(self, view: View, rows: Array, out: Sequence[Leaf] | None) -> list[Leaf]:
+        slots = view.slots_of(rows) if view.needs_slots else None
+        if slots is not None and not view.is_filled and not self._fill_drawn(view, slots):
+            return self._gather_mixed(view, rows, slots, out)
+        lane_rows = [view.lane_rows(lane, rows, slots) for lane in range(self._num_lanes)]
+        lane_rows = lane_rows or [rows]  # no column has bytes
+        if out is None and len(rows) * self._widest < MIN_BYTES:
+            # The small batch: nothing but one take a column, since each step counts here.
+            leaves: list[Leaf] = [
+                take(lane_rows[lane], 0, None, "clip") for lane, take in self._takes
+            ]
+        else:
+            leaves = self._targets(len(rows), out)
+            for (lane, take), leaf in zip(self._takes, leaves, strict=True):
+                take(lane_rows[lane], 0, leaf, "clip")
+        return self._with_text(leaves, out) if self._places.texts else leaves
+
+    def _targets(self, count: int, out: Sequence[Leaf] | None) -> list[Leaf]:
+        """The arrays to gather into: those of ``out``, else new ones."""
+        return [
+            self._empty(column, count) if out is None or column.is_text else out[position]
+            for position, column in enumerate(self.schema.columns)
+        ]
+
+    def _empty(self, column: Column, count: int) -> Array:
+        shape = (count, *column.row_shape)
+        if count * column.row_bytes >= MIN_BYTES:
+            return self._pool.empty(shape, column.storage)
+        return np.empty(shape, column.storage)
+
+    def _with_text(self, leaves: list[Leaf], out: Sequence[Leaf] | None) -> list[Leaf]:
+        for position, text in self._places.texts.items():
+            strings = text.decode(leaves[position])
+            if out is not None:
+                target = out[position]
+                target[:] = strings
+                strings = target
+            leaves[position] = strings
+        return leaves
+
+    def _fill_drawn(self, view: View, slots: Array) -> bool:
+        """Fill the slots that were drawn; whether all of them have their pages in this view."""
+        drawn = view.filled.take(slots)
+        if drawn.all():
+            return True
+        for index in np.unique(slots[~drawn]).tolist():
+            slot = self._slots[view.first_number + index]
+            if slot.place is not None:
+                self._fill(slot)
+        return bool(view.filled.take(slots).all())
+
+    def _gather_mixed(
+        self, view: View, rows: Array, slots: Array, out: Sequence[Leaf] | None
+    ) -> list[Leaf]:
+        """Rows with pages from the ranges, the others from their files."""
+        leaves = self._targets(len(rows), out)
+        is_warm = view.filled.take(slots)
+        warm = is_warm.nonzero()[0]
+        if len(warm):
+            warm_rows, warm_slots = rows[warm], slots[warm]
+            lane_rows = [view.lane_rows(n, warm_rows, warm_slots) for n in range(self._num_lanes)]
+            for leaf, home in zip(leaves, self._places.homes, strict=True):
+                if home is not None:
+                    leaf[warm] = home[2].take(lane_rows[home[0]], 0, None, "clip")
+        cold = (~is_warm).nonzero()[0]
+        # Slot by slot, so that each file is opened once.
+        cold = cold[slots[cold].argsort(kind="stable")]
+        cold_slots = slots[cold]
+        local = rows[cold] - view.first_rows(cold_slots)
+        borders = [0, *(np.diff(cold_slots).nonzero()[0] + 1).tolist(), len(cold)]
+        for start, stop in itertools.pairwise(borders):
+            if start < stop:
+                slot = self._slots[view.first_number + int(cold_slots[start])]
+                self._places.read_rows(slot, local[start:stop], leaves, cold[start:stop])
+        return self._with_text(leaves, out)
+
+
+def _no_bytes(column: Column) -> Array:
+    """Any number of rows of a column whose rows have no bytes."""
+    return np.empty((1, *column.row_shape), column.storage)
+
+
+def _too_large(size_bytes: int) -> MemoryError:
+    return MemoryError(
+        f"a trajectory of {size_bytes} bytes does not fit the addresses that could be reserved. "
+        f"Raise RLIMIT_AS (ulimit -v), or add smaller trajectories."
+    )

@@ -1,0 +1,1 @@
+"""Native file formats: files that can be mapped column by column."""

@@ -1,0 +1,487 @@
+"""Arrow IPC files whose columns can be mapped: one uncompressed record batch of N rows.
+
+Byte layout, in this order::
+
+    head      magic, schema message (its metadata key ``mmbuf`` is the header, JSON), text tables
+              (dictionary batches), the record batch's message
+    columns   one after the other in the order of the schema, each on a 64-byte boundary; of
+              16 KiB or more on 16,384 bytes, of 2 MiB or more on 2 MiB. The holes are sparse
+    tail      end-of-stream mark, footer
+
+There are no validity bitmaps and no compression. A column's part may be longer than its N rows
+(left-out steps, `schema`); Arrow allows that and its readers ignore the rest.
+
+pyarrow's own writer aligns to 8 and offers no choice. So pyarrow writes a file of *one* row of the
+same schema into memory, and the real row count, buffer offsets and lengths, body length and footer
+block are stamped into its flatbuffers: all of them are fixed-width integers. Field numbers are
+those of Arrow's ``Message.fbs``, ``Schema.fbs`` and ``File.fbs``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mmbuf import files
+from mmbuf.entry import Entry, Part, Table
+from mmbuf.errors import CorruptError, VersionError
+from mmbuf.schema import Array, Column, Schema
+from mmbuf.vm import HUGE_PAGE, map_privately, round_up
+
+NAME = "arrow"
+EXTENSION = ".arrow"
+VERSION = 1
+
+_KEY = b"mmbuf"
+_MAGIC = b"ARROW1"
+_ALIGNMENT = 64
+_WIDE = _WIDE_ALIGNMENT = 16 << 10
+_HEAD_BYTES = 4 << 10  # of a file: enough to hold the beginning of its header
+_READ_WHOLE = 32 << 10
+_MAX_HOLE = 64 << 10  # larger holes between columns stay sparse
+
+# The types that Arrow lacks, or that it would not store one value after the other.
+_VALUE_TYPES = {
+    "bool": pa.uint8(),
+    "uint16": pa.uint16(),
+    "uint8": pa.uint8(),
+    "float16": pa.float16(),
+    "complex64": pa.float32(),
+    "complex128": pa.float64(),
+}
+
+
+def write(
+    fd: int, entry: Entry, schema: Schema, rows: list[Array], texts: dict[int, list[str]]
+) -> Entry:
+    """Write one trajectory into an empty file; ``entry`` completed with size and parts.
+
+    ``rows[i]`` are column i's rows ``[rows, *S]`` in its storage dtype, C-contiguous, left-out
+    rows behind; of a text column the codes into ``texts[i]``.
+    """
+    data = [column_rows.reshape(-1).view(np.uint8) for column_rows in rows]
+    crcs = [zlib.crc32(part.data) for part in data]
+    for i, strings in texts.items():
+        crcs[i] = zlib.crc32("".join(strings).encode(), crcs[i])
+    header = _header(entry, schema, [len(column_rows) for column_rows in rows], crcs)
+    head, tail, parts = _stamp(
+        _one_row_file(schema, header, texts),
+        schema,
+        [len(column_rows) for column_rows in rows],
+        entry.num_samples,
+    )
+    end = parts[-1].offset + rows[-1].nbytes if parts else len(head)
+    end = round_up(max(end, len(head)), _ALIGNMENT)
+    pieces = [(0, memoryview(head))]
+    pieces += [(part.offset, d.data) for part, d in zip(parts, data, strict=True) if d.size]
+    pieces += [(end, memoryview(tail))]
+    for start, stop in _runs(pieces):
+        files.allocate(fd, start, stop - start)
+    for offset, piece in pieces:
+        files.write_at(fd, piece, offset)
+    return dataclasses.replace(entry, format=NAME, size_bytes=end + len(tail), parts=tuple(parts))
+
+
+def check(fd: int, path: str, entry: Entry) -> None:
+    """CorruptError unless the open file can be the one that ``entry`` speaks of."""
+    size = files.length(fd)
+    if size != entry.size_bytes:
+        raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
+    head = files.read_at(fd, min(_HEAD_BYTES, size), 0)
+    if not head.startswith(_MAGIC):
+        raise CorruptError(path, f"expected an Arrow file, got one that begins {head[:6]!r}.")
+    if entry.uuid.encode() not in head:
+        raise CorruptError(
+            path, f"expected trajectory {entry.uuid} in the header, got another one's."
+        )
+
+
+def map_columns(path: str, entry: Entry, schema: Schema) -> list[Array | list[str]]:
+    """All rows of each column, left-out ones too; text as strings.
+
+    Writable views of one private mapping of the file, which dies with the last of them. Columns
+    are only read where they are looked at.
+    """
+    with files.opened(path) as fd:
+        check(fd, path, entry)
+        memory = map_privately(fd, entry.size_bytes)
+        leaves: list[Array | list[str]] = []
+        for column, part in zip(schema.columns, entry.parts, strict=True):
+            data = memory[part.offset : part.offset + part.rows * column.row_bytes]
+            rows = data.view(column.storage).reshape(part.rows, *column.row_shape)
+            if part.table is None:
+                leaves.append(rows)
+            else:
+                strings = read_table(fd, path, part.table)
+                leaves.append([strings[code] for code in rows.tolist()])
+    return leaves
+
+
+def read_part(fd: int, path: str, part: Part, rows: Array) -> None:
+    """Read a column's first ``len(rows)`` rows into ``rows`` (C-contiguous)."""
+    if rows.nbytes:
+        _read_into(fd, path, rows.reshape(-1).view(np.uint8).data, part.offset)
+
+
+def read_rows(
+    fd: int,
+    path: str,
+    entry: Entry,
+    schema: Schema,
+    rows: Array,
+    leaves: Sequence[Any],
+    targets: Array,
+) -> None:
+    """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
+
+    The leaves are C-contiguous ``[K, *S]`` arrays in storage dtype.
+    """
+    for column, part, leaf in zip(schema.columns, entry.parts, leaves, strict=True):
+        size = part.rows * column.row_bytes
+        if column.is_text or not size:
+            continue
+        if size <= _READ_WHOLE:
+            # One call for all rows costs less than a call for each.
+            whole = np.empty((part.rows, *column.row_shape), column.storage)
+            read_part(fd, path, part, whole)
+            leaf[targets] = whole[rows]
+            continue
+        step = column.row_bytes
+        view = leaf.reshape(-1).view(np.uint8).data
+        for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
+            row_view = view[target * step : (target + 1) * step]
+            _read_into(fd, path, row_view, part.offset + row * step)
+
+
+def read_table(fd: int, path: str, table: Table) -> list[str]:
+    """The strings of a text column."""
+    ends = np.frombuffer(files.read_at(fd, 4 * (table.num_strings + 1), table.offsets_at), "<i4")
+    data = files.read_at(fd, table.num_bytes, table.bytes_at)
+    if len(ends) != table.num_strings + 1 or (np.diff(ends) < 0).any() or ends[-1] > len(data):
+        raise CorruptError(path, "text offsets do not fit the text.", offset=table.offsets_at)
+    try:
+        return [data[a:b].decode() for a, b in itertools.pairwise(ends.tolist())]
+    except UnicodeDecodeError as error:
+        raise CorruptError(path, f"expected UTF-8 text: {error}.", offset=table.bytes_at) from error
+
+
+def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
+    """What a file says of itself: entry (``file=name``), schema and the CRC-32 of each column.
+
+    Reads the file's head and footer only.
+    """
+    with files.opened(path) as fd:
+        size = files.length(fd)
+        end = files.read_at(fd, 10, size - 10) if size >= 10 else b""
+        if end[4:] != _MAGIC:
+            raise CorruptError(path, "expected an Arrow file, got one that ends otherwise.")
+        (footer_bytes,) = struct.unpack_from("<i", end)
+        if not 0 < footer_bytes <= size - 10:
+            raise CorruptError(path, f"footer of {footer_bytes} bytes.", offset=size - 10)
+        footer_at = size - 10 - footer_bytes
+        try:
+            footer = _Flatbuffer(bytearray(files.read_at(fd, footer_bytes, footer_at)))
+            header = _read_header(path, footer)
+            schema = Schema.from_json(header["columns"])
+            head_bytes = footer.batch_block()[1]
+            if not 0 < head_bytes <= footer_at:
+                raise ValueError(f"a head of {head_bytes} bytes")
+            head = _Flatbuffer(bytearray(files.read_at(fd, head_bytes, 0)))
+            rows = [int(column["rows"]) for column in header["columns"]]
+            parts = _parts(head, footer, schema, rows)
+            shape = tuple(int(n) for n in header["shape"])
+            entry = Entry(
+                str(header["uuid"]),
+                int(header["trajectory_id"]),
+                shape,
+                int(header["max_episode_length"]),
+                str(header["model_weights_id"]),
+                float(header["added_at"]),
+                NAME,
+                name,
+                size,
+                tuple(parts),
+            )
+            crcs = [int(column["crc32"], 16) for column in header["columns"]]
+        except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
+            raise CorruptError(path, f"the header or footer does not hold: {error!r}.") from error
+    return entry, schema, crcs
+
+
+def _read_into(fd: int, path: str, view: memoryview, offset: int) -> None:
+    try:
+        files.read_into(fd, view, offset)
+    except EOFError as error:
+        raise CorruptError(path, f"expected more rows: {error}.", offset=offset) from error
+
+
+def _header(entry: Entry, schema: Schema, rows: list[int], crcs: list[int]) -> str:
+    return json.dumps(
+        {
+            "version": VERSION,
+            "uuid": entry.uuid,
+            "trajectory_id": entry.trajectory_id,
+            "num_steps": entry.num_steps,
+            "num_envs": entry.num_envs,
+            "shape": entry.shape,
+            "max_episode_length": entry.max_episode_length,
+            "model_weights_id": entry.model_weights_id,
+            "added_at": entry.added_at,
+            "columns": [
+                {**column, "rows": n, "crc32": f"{crc:08x}"}
+                for column, n, crc in zip(schema.to_json(), rows, crcs, strict=True)
+            ],
+        }
+    )
+
+
+def _read_header(path: str, footer: _Flatbuffer) -> dict[str, Any]:
+    for key, value in footer.metadata():
+        if key == _KEY:
+            header: dict[str, Any] = json.loads(value)
+            if int(header["version"]) > VERSION:
+                raise VersionError(
+                    f"{path}: expected file version {VERSION} or older, got "
+                    f"{header['version']}. Update mmbuf."
+                )
+            return header
+    raise CorruptError(path, "an Arrow file, but expected one that mmbuf wrote.")
+
+
+def _is_primitive(column: Column) -> bool:
+    return column.row_shape in ((), (1,)) and not column.dtype.startswith("complex")
+
+
+def _array_of_one(column: Column, strings: list[str] | None) -> pa.Array:
+    """One row of ``column``, for the template."""
+    if strings is not None:
+        codes = pa.array([0], pa.int32())
+        return pa.DictionaryArray.from_arrays(codes, pa.array(strings, pa.utf8()))
+    storage = column.storage.name
+    value_type = _VALUE_TYPES.get(storage) or pa.from_numpy_dtype(column.storage)
+    if _is_primitive(column):
+        return pa.array(np.zeros(1, value_type.to_pandas_dtype()), value_type)
+    shape = (*column.row_shape, 2) if storage.startswith("complex") else column.row_shape
+    size = math.prod(shape)
+    values = pa.array(np.zeros(size, value_type.to_pandas_dtype()), value_type)
+    return pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(value_type, shape),
+        pa.FixedSizeListArray.from_arrays(values, size),
+    )
+
+
+def _one_row_file(schema: Schema, header: str, texts: dict[int, list[str]]) -> bytearray:
+    named = [
+        (column.name, _array_of_one(column, texts.get(i)))
+        for i, column in enumerate(schema.columns)
+        if column.row_bytes
+    ]
+    arrow_schema = pa.schema(
+        [pa.field(name, array.type, nullable=False) for name, array in named],
+        metadata={_KEY: header},
+    )
+    if named:
+        batch = pa.record_batch([array for _, array in named], schema=arrow_schema)
+    else:
+        batch = pa.RecordBatch.from_struct_array(pa.array([{}], pa.struct([])))
+        batch = batch.replace_schema_metadata({_KEY: header})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytearray(memoryview(sink.getvalue()))
+
+
+def _stamp(
+    template: bytearray, schema: Schema, rows: list[int], num_rows: int
+) -> tuple[bytes, bytes, list[Part]]:
+    """Head, tail and parts of a file of ``num_rows`` rows, from one of a single row."""
+    (footer_bytes,) = struct.unpack_from("<i", template, len(template) - 10)
+    footer_at = len(template) - 10 - footer_bytes
+    footer = _Flatbuffer(template, footer_at)
+    block, head_bytes, one_row_bytes = footer.batch_block()
+    head = _Flatbuffer(template)
+    message, batch = head.record_batch(block)
+
+    head.set_int64(batch, 0, num_rows)
+    for at in head.vector(batch, 1, 16):  # nodes: length, null count
+        head.put(at, head.int64(at) * num_rows)
+    buffers = list(head.vector(batch, 2, 16))  # offset, length
+    offset = head_bytes
+    for column, n, owned in _buffers_of(schema, rows, buffers):
+        for at in owned[:-1]:  # validity bitmaps, all absent
+            head.put(at, offset - head_bytes)
+        size = n * column.row_bytes
+        offset = round_up(offset, _alignment(size))
+        head.put(owned[-1], offset - head_bytes)
+        head.put(owned[-1] + 8, size)
+        offset += size
+    body_bytes = round_up(offset, _ALIGNMENT) - head_bytes
+    if one_row_bytes:  # 0 is a flatbuffer's default and has no place to stamp
+        head.set_int64(message, 3, body_bytes)
+    footer.put(footer.batch_block_at() + 16, body_bytes)
+    parts = _parts(head, footer, schema, rows)
+    return bytes(template[:head_bytes]), bytes(template[head_bytes + one_row_bytes :]), parts
+
+
+def _parts(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, rows: list[int]) -> list[Part]:
+    """Where the columns lie, from the stamped messages."""
+    block, head_bytes, _ = footer.batch_block()
+    _, batch = head.record_batch(block)
+    tables = list(_tables(head, footer))
+    parts = [Part(0, n) for n in rows]
+    positions = [i for i, column in enumerate(schema.columns) if column.row_bytes]
+    buffers = list(head.vector(batch, 2, 16))
+    owned = _buffers_of(schema, rows, buffers)
+    for i, (column, n, places) in zip(positions, owned, strict=True):
+        if head.int64(places[-1] + 8) != n * column.row_bytes:
+            raise ValueError(f"column {column.name!r} has another size than its rows")
+        table = tables.pop(0) if column.is_text else None
+        parts[i] = Part(head_bytes + head.int64(places[-1]), n, table)
+    return parts
+
+
+def _tables(head: _Flatbuffer, footer: _Flatbuffer) -> Iterator[Table]:
+    """The text tables, in the order of the dictionary batches: that of the text columns."""
+    for at in footer.vector(footer.root(), 2, 24):
+        block, body_at = footer.block(at)
+        _, dictionary = head.record_batch(block)
+        batch = head.field(dictionary, 1)
+        batch = head.deref(batch)
+        _, ends, data = head.vector(batch, 2, 16)
+        nodes = list(head.vector(batch, 1, 16))
+        yield Table(
+            body_at + head.int64(ends),
+            head.int64(nodes[0]),
+            body_at + head.int64(data),
+            head.int64(data + 8),
+        )
+
+
+def _buffers_of(
+    schema: Schema, rows: list[int], buffers: list[int]
+) -> Iterator[tuple[Column, int, list[int]]]:
+    """Each column that has bytes, its rows, and its buffers: bitmaps first, its data last."""
+    left = iter(buffers)
+    for column, n in zip(schema.columns, rows, strict=True):
+        if column.row_bytes:
+            count = 2 if _is_primitive(column) else 3
+            yield column, n, [next(left) for _ in range(count)]
+
+
+def _alignment(size: int) -> int:
+    if size >= HUGE_PAGE:
+        return HUGE_PAGE
+    return _WIDE_ALIGNMENT if size >= _WIDE else _ALIGNMENT
+
+
+def _runs(pieces: list[tuple[int, memoryview]]) -> list[tuple[int, int]]:
+    """The byte ranges to allocate: all pieces, with the small holes between them."""
+    runs: list[tuple[int, int]] = []
+    for offset, piece in pieces:
+        stop = offset + len(piece)
+        if runs and offset - runs[-1][1] <= _MAX_HOLE:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((offset, stop))
+    return runs
+
+
+class _Flatbuffer:
+    """Just enough of the flatbuffers format to find fields; every read stays in the buffer.
+
+    Positions are absolute in ``data``; those of the root table and of vectors come from the
+    data and are checked by the reads that follow them.
+    """
+
+    def __init__(self, data: bytearray, start: int = 0) -> None:
+        self.data = data
+        self.start = start
+
+    def _unpack(self, code: str, at: int) -> int:
+        if at < 0:
+            raise ValueError(f"position {at}")
+        value: int = struct.unpack_from(code, self.data, at)[0]
+        return value
+
+    def int64(self, at: int) -> int:
+        return self._unpack("<q", at)
+
+    def put(self, at: int, value: int) -> None:
+        struct.pack_into("<q", self.data, at, value)
+
+    def root(self) -> int:
+        return self.deref(self.start)
+
+    def deref(self, at: int) -> int:
+        return at + self._unpack("<I", at)
+
+    def find(self, table: int, number: int) -> int | None:
+        """Position of a table's field, None when it has its default."""
+        vtable = table - self._unpack("<i", table)
+        slot = 4 + 2 * number
+        if slot + 2 > self._unpack("<H", vtable):
+            return None
+        offset = self._unpack("<H", vtable + slot)
+        return table + offset if offset else None
+
+    def field(self, table: int, number: int) -> int:
+        at = self.find(table, number)
+        if at is None:
+            raise ValueError(f"field {number} is missing")
+        return at
+
+    def set_int64(self, table: int, number: int, value: int) -> None:
+        self.put(self.field(table, number), value)
+
+    def vector(self, table: int, number: int, item_bytes: int) -> range:
+        """Positions of the items of a vector of structs or offsets."""
+        at = self.find(table, number)
+        if at is None:
+            return range(0)
+        first = self.deref(at)
+        count = self._unpack("<I", first)
+        if count * item_bytes > len(self.data):
+            raise ValueError(f"a vector of {count} items")
+        return range(first + 4, first + 4 + count * item_bytes, item_bytes)
+
+    def text(self, at: int) -> bytes:
+        start = self.deref(at)
+        size = self._unpack("<I", start)
+        return bytes(self.data[start + 4 : start + 4 + size])
+
+    def metadata(self) -> Iterator[tuple[bytes, bytes]]:
+        """Of a footer: the schema's key-value pairs."""
+        schema = self.deref(self.field(self.root(), 1))
+        for at in self.vector(schema, 2, 4):
+            pair = self.deref(at)
+            yield self.text(self.field(pair, 0)), self.text(self.field(pair, 1))
+
+    def batch_block_at(self) -> int:
+        blocks = self.vector(self.root(), 3, 24)
+        if len(blocks) != 1:
+            raise ValueError(f"expected one record batch, got {len(blocks)}")
+        return blocks[0]
+
+    def block(self, at: int) -> tuple[int, int]:
+        """Of a footer: position of a message and of its body in the file."""
+        offset = self.int64(at)
+        return offset, offset + self._unpack("<i", at + 8)
+
+    def batch_block(self) -> tuple[int, int, int]:
+        """Of a footer: the record batch's message, its body, and the body's size."""
+        at = self.batch_block_at()
+        return (*self.block(at), self.int64(at + 16))
+
+    def record_batch(self, block: int) -> tuple[int, int]:
+        """The message at ``block`` and the table inside it."""
+        message = self.deref(block + 8)  # behind the continuation mark and the size
+        return message, self.deref(self.field(message, 2))

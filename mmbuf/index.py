@@ -1,0 +1,308 @@
+"""TrajectoryIndex: what is in a store; the journal and its two snapshots.
+
+``journal.jsonl`` is the truth of a live store: one JSON object a line, each with the CRC-32 of the
+rest of its line::
+
+    {"event": "schema", "version": 1, "columns": [...]}      before the first add
+    {"event": "add", "entry": {...}}                         a file was published
+    {"event": "drop", "trajectory_ids": [...]}               these are gone
+    {"event": "clear", "trajectory_counter": 7}              all are gone; ids go on
+    {"event": "sync"}                                        all before this is on the disk itself
+
+Bytes behind the last valid line are a torn tail: the writer died in the middle of a line. Readers
+ignore it, a writer cuts it off before it appends. A bad line *before* a valid one is damage.
+
+``trajectory_index.json`` and ``metadata.json`` are snapshots for people and for RLinf's tools,
+which read the same keys. A checkpoint has no journal: there ``trajectory_index.json`` is the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from mmbuf import files
+from mmbuf.entry import Entry
+from mmbuf.errors import CorruptError, VersionError
+from mmbuf.schema import Schema
+
+JOURNAL = "journal.jsonl"
+INDEX = "trajectory_index.json"
+METADATA = "metadata.json"
+VERSION = 1
+
+_SHORT_LIST = 1000  # up to here snapshots are always current
+_BLOCK = 256  # entries encoded at once, since json.dumps stops all other threads
+_CRC = ', "crc": "'
+_CRC_BYTES = len(_CRC) + 8 + len('"}')
+
+_log = logging.getLogger("mmbuf")
+
+
+class Contents:
+    """What a journal or snapshot says: schema, entries by id (oldest first), the next id."""
+
+    def __init__(self) -> None:
+        self.schema: Schema | None = None
+        self.entries: dict[int, Entry] = {}
+        self.trajectory_counter = 0
+        self.total_samples = 0
+        self.unsynced: list[int] = []  # ids added after the last sync mark
+        self.dead_files: list[str] = []  # of trajectories that are gone
+        self._parts: dict[Any, Any] = {}
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
+        kind = event["event"]
+        if kind == "add":
+            self.add(Entry.from_json(event["entry"]))
+        elif kind == "schema":
+            if int(event["version"]) > VERSION:
+                raise VersionError(
+                    f"expected store version {VERSION} or older, got {event['version']}. "
+                    f"Update mmbuf."
+                )
+            self.schema = Schema.from_json(event["columns"])
+        elif kind == "drop":
+            for trajectory_id in event["trajectory_ids"]:
+                self.drop(int(trajectory_id))
+        elif kind == "clear":
+            self.dead_files.extend(entry.file for entry in self.entries.values())
+            self.entries.clear()
+            self.unsynced.clear()
+            self.total_samples = 0
+            self.schema = None
+            self.trajectory_counter = max(self.trajectory_counter, event["trajectory_counter"])
+        elif kind == "sync":
+            self.unsynced.clear()
+        # An event of a kind that is not known yet says nothing about the trajectories.
+
+    def add(self, entry: Entry) -> None:
+        if entry.trajectory_id in self.entries:
+            raise ValueError(f"trajectory_id {entry.trajectory_id} twice")
+        self.entries[entry.trajectory_id] = entry
+        self.trajectory_counter = max(self.trajectory_counter, entry.trajectory_id + 1)
+        self.total_samples += entry.num_samples
+        self.unsynced.append(entry.trajectory_id)
+
+    def drop(self, trajectory_id: int) -> None:
+        entry = self.entries.pop(trajectory_id)
+        self.total_samples -= entry.num_samples
+        self.dead_files.append(entry.file)
+        if trajectory_id in self.unsynced:
+            self.unsynced.remove(trajectory_id)
+
+
+def read(directory: str) -> tuple[Contents, int]:
+    """The contents of a store or checkpoint, and the length of its journal's valid part.
+
+    Reads the journal where there is one, else ``trajectory_index.json``; no data file.
+    FileNotFoundError where there is neither.
+    """
+    journal = files.join(directory, JOURNAL)
+    contents = Contents()
+    if not files.exists(journal):
+        _read_snapshot(files.join(directory, INDEX), contents)
+        return contents, 0
+    data = files.read(journal)
+    valid = 0
+    bad: int | None = None
+    offset = 0
+    while offset < len(data):
+        end = data.find(b"\n", offset)
+        event = _decode(data[offset:end]) if end >= 0 else None
+        stop = end + 1 if end >= 0 else len(data)
+        if event is None:
+            bad = offset if bad is None else bad
+        elif bad is not None:
+            raise CorruptError(journal, "a damaged line before a valid one.", offset=bad)
+        else:
+            try:
+                contents.apply(event)
+            except VersionError as error:
+                raise VersionError(f"{journal}: {error}") from None
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptError(journal, f"not an event: {error!r}.", offset=offset) from error
+            valid = stop
+        offset = stop
+    return contents, valid
+
+
+class TrajectoryIndex:
+    """The index of a store that this process writes. For one thread at a time."""
+
+    def __init__(self, directory: str) -> None:
+        """Open the store in ``directory`` (which exists), or begin one there.
+
+        What a writer that died left behind is put right: temporaries, a torn tail, files that are
+        no longer listed, files that did not survive a power loss.
+        """
+        self.directory = directory
+        files.remove_temporaries(directory)
+        journal = files.join(directory, JOURNAL)
+        if files.exists(journal):
+            self.contents, valid = read(directory)
+        elif files.exists(files.join(directory, INDEX)):
+            raise FileExistsError(
+                f"{directory}: expected a live store or an empty directory, got a checkpoint. "
+                f"Use load_checkpoint, or another auto_save_path."
+            )
+        else:
+            self.contents, valid = Contents(), 0
+        self._fd = files.open_for_append(journal)
+        try:
+            if files.length(self._fd) > valid:
+                _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
+                files.truncate(self._fd, valid)
+            self._drop_unsound()
+            self._remove_dead_files()
+        except BaseException:
+            files.close(self._fd)
+            raise
+        self._changes = 0  # since the last snapshot
+        self._snapshot_bytes = files.length(self._fd)
+
+    def add(self, schema: Schema, entry: Entry) -> None:
+        """A file was published."""
+        lines = b""
+        if self.contents.schema is None:
+            lines = _encode({"event": "schema", "version": VERSION, "columns": schema.to_json()})
+        self._append(lines + _encode({"event": "add", "entry": entry.to_json()}))
+        self.contents.schema = schema
+        self.contents.add(entry)
+
+    def clear(self) -> None:
+        """All trajectories are gone; their files are unlinked after the journal says so."""
+        counter = self.contents.trajectory_counter
+        event = {"event": "clear", "trajectory_counter": counter}
+        self._append(_encode(event))
+        self.contents.apply(event)
+        self._remove_dead_files()
+
+    def keep_counter(self, trajectory_counter: int) -> None:
+        """Ids below ``trajectory_counter`` were given; no later writer may give them again."""
+        self.contents.trajectory_counter = max(self.contents.trajectory_counter, trajectory_counter)
+
+    def sync(self) -> None:
+        """Bring all that was added to the disk itself, then mark it in the journal."""
+        for trajectory_id in self.contents.unsynced:
+            files.sync(files.join(self.directory, self.contents.entries[trajectory_id].file))
+        files.sync(self.directory)  # the names of the files, and of the journal
+        self._append(_encode({"event": "sync"}))
+        files.sync_open(self._fd)
+        self.contents.unsynced.clear()
+
+    def is_snapshot_due(self) -> bool:
+        """Whether the snapshots are behind: at all for a short list, by a quarter for a long."""
+        if not self._changes:
+            return False
+        is_short = len(self.contents.entries) <= _SHORT_LIST
+        return is_short or 4 * files.length(self._fd) >= 5 * self._snapshot_bytes
+
+    def write_snapshots(self, metadata: dict[str, Any]) -> None:
+        """Replace both snapshots; ``metadata`` is what the buffer adds to the counts."""
+        if not self._changes:
+            return
+        changes, journal_bytes = self._changes, files.length(self._fd)
+        write_snapshots(self.directory, self.contents, metadata)
+        self._changes -= changes
+        self._snapshot_bytes = journal_bytes
+
+    def close(self) -> None:
+        files.close(self._fd)
+
+    def _append(self, lines: bytes) -> None:
+        files.append(self._fd, lines)
+        self._changes += 1
+
+    def _drop_unsound(self) -> None:
+        """Drop what was added after the last sync mark and did not come through a power loss."""
+        lost = []
+        for trajectory_id in self.contents.unsynced:
+            entry = self.contents.entries[trajectory_id]
+            try:
+                size = files.size_of(files.join(self.directory, entry.file))
+            except FileNotFoundError:
+                size = -1
+            if size != entry.size_bytes:
+                lost.append(trajectory_id)
+        if lost:
+            _log.warning(
+                "%s: trajectories %s were not synced and are gone or cut short; dropped.",
+                self.directory,
+                lost,
+            )
+            event = {"event": "drop", "trajectory_ids": lost}
+            files.append(self._fd, _encode(event))
+            self.contents.apply(event)
+
+    def _remove_dead_files(self) -> None:
+        """Unlink the files of trajectories that are gone."""
+        dead = self.contents.dead_files
+        if dead:
+            live = {entry.file for entry in self.contents.entries.values()}
+            here = set(files.names_in(self.directory))
+            for name in dead:
+                if name in here and name not in live:
+                    files.unlink(files.join(self.directory, name))
+            dead.clear()
+
+
+def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:
+    """Replace ``metadata.json`` and ``trajectory_index.json`` in ``directory``."""
+    counts = {
+        **metadata,
+        "size": len(contents.entries),
+        "total_samples": contents.total_samples,
+        "trajectory_counter": contents.trajectory_counter,
+    }
+    files.replace(files.join(directory, METADATA), [json.dumps(counts).encode()])
+    files.replace(files.join(directory, INDEX), _encode_snapshot(contents, counts))
+
+
+def _encode_snapshot(contents: Contents, metadata: dict[str, Any]) -> Iterator[bytes]:
+    yield b'{"trajectory_index": {'
+    entries = list(contents.entries.items())
+    for start in range(0, len(entries), _BLOCK):
+        block = {str(i): entry.to_json() for i, entry in entries[start : start + _BLOCK]}
+        yield (", " if start else "").encode() + json.dumps(block)[1:-1].encode()
+    yield b'}, "trajectory_id_list": ' + json.dumps([i for i, _ in entries]).encode()
+    schema = None if contents.schema is None else contents.schema.to_json()
+    yield f', "version": {VERSION}, "schema": {json.dumps(schema)}'.encode()
+    yield f', "metadata": {json.dumps(metadata)}}}'.encode()
+
+
+def _read_snapshot(path: str, contents: Contents) -> None:
+    data = files.read(path)
+    try:
+        snapshot = json.loads(data)
+        event = {"event": "schema", "version": snapshot["version"], "columns": snapshot["schema"]}
+        if snapshot["schema"] is not None:
+            contents.apply(event)
+        for trajectory_id in snapshot["trajectory_id_list"]:
+            contents.add(Entry.from_json(snapshot["trajectory_index"][str(trajectory_id)]))
+        contents.trajectory_counter = max(
+            contents.trajectory_counter, int(snapshot["metadata"]["trajectory_counter"])
+        )
+        contents.unsynced.clear()
+    except VersionError as error:
+        raise VersionError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptError(path, f"not an index: {error!r}.") from error
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    body = json.dumps(event)[:-1].encode()
+    return body + f'{_CRC}{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """The event of a line without its end, None if the line is not whole."""
+    body, suffix = line[:-_CRC_BYTES], line[-_CRC_BYTES:]
+    if suffix != f'{_CRC}{zlib.crc32(body):08x}"}}'.encode():
+        return None
+    event: dict[str, Any] = json.loads(line)
+    return event

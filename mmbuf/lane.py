@@ -1,0 +1,185 @@
+"""Lanes: the columns of equal row size, side by side in address ranges, as a ring of rows.
+
+Not in the first design, which gave this to the cache: a lane knows *where* rows lie and which pages
+are behind them, the cache knows *whose* rows they are.
+
+All columns of a lane share their row numbers, so that one computation of row numbers serves them
+all. A trajectory's *extent* in a lane is one of two kinds:
+
+mappable
+    starts at a row that is also a page boundary (2 MiB where the extent is that large and the row
+    size allows) and owns whole pages, so that a file can be mapped over it;
+dense
+    starts right behind the row before it; copied, never mapped.
+
+Ranges are reserved once, as large as they may ever grow, and rows go round in them: a soft limit
+decides when the ring turns, and doubles while the live rows do not fit below it. So nothing is ever
+moved, and page tables stay proportional to what is live. Extents are given back to the ring, and
+their pages to the system, oldest first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from mmbuf.schema import Array, Column
+from mmbuf.vm import HUGE_PAGE, PAGE, AddressRange, round_up
+
+# Below this a mapping's VMA, its faults and its rounding to pages cost more than a copy.
+MAP_THRESHOLD = 16 << 10
+# An extent may take this many times its bytes in addresses to begin on a page boundary.
+_MAX_STRETCH = 64
+_FIRST_LIMIT = 64 << 20
+_COMMIT_STEP = 256 << 10
+
+
+@dataclass(slots=True)
+class Extent:
+    """A trajectory's bytes ``[start, stop)`` in each range of a lane."""
+
+    start: int
+    stop: int
+    is_mappable: bool
+    is_released: bool = False
+
+
+class Lane:
+    """One ring of rows for ``columns``, whose ``row_bytes`` are equal.
+
+    ``place``, ``release`` and ``close`` are for one thread at a time. ``positions`` are the
+    columns' places in the schema; ``arrays`` all rows of each range (views: see `vm`).
+    """
+
+    def __init__(
+        self, positions: list[int], columns: list[Column], num_rows: int, *, can_map: bool
+    ) -> None:
+        self.positions = positions
+        self.row_bytes = columns[0].row_bytes
+        self._can_map = can_map and not columns[0].is_text
+        self._page = math.lcm(self.row_bytes, PAGE)
+        self._huge_page = math.lcm(self.row_bytes, HUGE_PAGE)
+        self._size = round_up(num_rows * self.row_bytes, HUGE_PAGE)
+        self.ranges: list[AddressRange] = []
+        try:
+            for _ in columns:
+                self.ranges.append(AddressRange(self._size))
+        except OSError:
+            self.close()
+            raise
+        self.arrays: list[Array] = [
+            range_.array(column.storage, column.row_shape)
+            for range_, column in zip(self.ranges, columns, strict=True)
+        ]
+        self._limit = min(self._size, max(_FIRST_LIMIT, 2 * self._page))
+        self._live: deque[Extent] = deque()  # oldest first
+        self._head = 0  # where the newest extent ends
+        self._tail = 0  # pages from here on may hold live rows (a page boundary)
+        self._committed = 0  # up to here the bytes from the head on have anonymous pages
+
+    def place(self, num_rows: int) -> Extent | None:
+        """Take the next ``num_rows`` rows of the ring; None when there is no room now.
+
+        Dense extents have anonymous pages at once. OSError when there is no memory.
+        """
+        extent = self._find(num_rows * self.row_bytes)
+        if extent is None:
+            return None
+        if extent.start < self._head:  # the ring turns
+            self._committed = 0
+        if not extent.is_mappable:
+            self._commit_dense(extent)
+        self._head = extent.stop
+        self._live.append(extent)
+        return extent
+
+    def commit(self, extent: Extent) -> None:
+        """Put anonymous pages behind a mappable extent."""
+        for range_ in self.ranges:
+            range_.commit(extent.start, extent.stop)
+
+    def release(self, extent: Extent) -> None:
+        """Give back the extent's rows, and the pages that only released extents lie in."""
+        extent.is_released = True
+        while self._live and self._live[0].is_released:
+            oldest = self._live.popleft()
+            # A dense extent's last page may hold the first rows of the next one.
+            tail = _floor(self._live[0].start if self._live else self._head)
+            self._give_back(self._tail, round_up(oldest.stop, PAGE) if tail < self._tail else tail)
+            self._tail = tail
+
+    def close(self) -> None:
+        for range_ in self.ranges:
+            range_.close()
+        self.ranges = []
+
+    def _step(self, size: int) -> int:
+        """What a mappable extent of ``size`` bytes starts on and is rounded up to; 0 for dense."""
+        if not self._can_map or size < MAP_THRESHOLD:
+            return 0
+        if size >= HUGE_PAGE and round_up(size, self._huge_page) <= 2 * size:
+            return self._huge_page
+        return self._page if round_up(size, self._page) <= _MAX_STRETCH * size else 0
+
+    def _find(self, size: int) -> Extent | None:
+        step = self._step(size)
+        if self._live and self._live[0].start >= self._head:  # the newest lie below the oldest
+            return _fit(self._head, self._tail, self.row_bytes, size, step)
+        while True:
+            extent = _fit(self._head, self._limit, self.row_bytes, size, step)
+            # Turning for a short stretch only would make the ring turn all the time.
+            if extent is None and (2 * self._tail >= self._limit or self._limit == self._size):
+                extent = _fit(0, self._tail, self.row_bytes, size, step)
+            if extent is not None or self._limit == self._size:
+                return extent
+            self._limit = min(2 * self._limit, self._size)
+
+    def _commit_dense(self, extent: Extent) -> None:
+        start, stop = _floor(extent.start), round_up(extent.stop, PAGE)
+        if stop <= self._committed:
+            return
+        # Ahead of need, since a system call per column and trajectory would cost more than a copy.
+        roof = self._tail if extent.start < self._tail else self._limit
+        stop = max(stop, min(start + _COMMIT_STEP, roof))
+        for range_ in self.ranges:
+            range_.commit(start, stop)
+        self._committed = stop
+
+    def _give_back(self, start: int, stop: int) -> None:
+        if start < stop:
+            for range_ in self.ranges:
+                range_.release(start, stop)
+
+
+def _fit(head: int, roof: int, row_bytes: int, size: int, step: int) -> Extent | None:
+    """The extent of ``size`` bytes from ``head`` on, None if its pages would cross ``roof``."""
+    start = round_up(head, step or row_bytes)
+    stop = start + round_up(size, step or 1)
+    return Extent(start, stop, step > 0) if round_up(stop, PAGE) <= roof else None
+
+
+def _floor(position: int) -> int:
+    return position // PAGE * PAGE
+
+
+def lanes_of(columns: tuple[Column, ...], num_rows: int, *, can_map: bool) -> list[Lane]:
+    """The lanes of a schema's columns, each with room for about ``num_rows`` rows.
+
+    OSError when so many addresses are not to be had.
+    """
+    groups: dict[Any, list[int]] = {}
+    for position, column in enumerate(columns):
+        if column.row_bytes:
+            groups.setdefault((column.row_bytes, column.is_text), []).append(position)
+    lanes: list[Lane] = []
+    try:
+        for positions in groups.values():
+            members = [columns[position] for position in positions]
+            lanes.append(Lane(positions, members, num_rows, can_map=can_map))
+    except OSError:
+        for lane in lanes:
+            lane.close()
+        raise
+    return lanes

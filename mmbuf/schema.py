@@ -1,0 +1,531 @@
+"""Columns and schemas: a nested dict of ``[T, B, ...]`` leaves as columns of rows, and back.
+
+A *column* is one leaf of the nested dict, named by its path. A *row* is one ``(t, b)`` entry, row
+number ``t * B + b``. What a column's rows are made of, in memory and in files:
+
+===================  ===================  ======================================
+logical dtype        storage (NumPy)      note
+===================  ===================  ======================================
+bool                 bool                 one byte a value
+int8 ... uint64      the same
+float16/32/64        the same
+complex64/128        the same
+bfloat16             uint16               the bits; viewed back with torch.view
+float8_*             uint8                the bits; viewed back with torch.view
+text                 int32                codes into a table of strings
+===================  ===================  ======================================
+
+``dones``, ``terminations``, ``truncations`` may have ``T + E`` steps (E divides T: one *leading*
+step per rollout epoch) and ``prev_values`` too (one *trailing* step per epoch). The E steps are
+*left out* of the rows: a column of N rows keeps them behind, as rows ``N ... N + E * B``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmbuf.errors import SchemaError
+
+Path = tuple[str, ...]
+Leaf = torch.Tensor | np.ndarray[Any, Any] | list[list[str]]
+Array = np.ndarray[Any, Any]
+
+TEXT = "text"
+LEADING: frozenset[Path] = frozenset({("dones",), ("terminations",), ("truncations",)})
+TRAILING: frozenset[Path] = frozenset({("prev_values",)})
+
+_PLAIN = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_VIEWED = {
+    "bfloat16": "uint16",
+    "float8_e4m3fn": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+}
+_STORAGE: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN}
+_STORAGE |= {name: np.dtype(storage) for name, storage in _VIEWED.items() if hasattr(torch, name)}
+_STORAGE[TEXT] = np.dtype(np.int32)
+_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _STORAGE if name != TEXT}
+_NAME_OF_TORCH = {dtype: name for name, dtype in _TORCH.items()}
+_NAME_OF_NUMPY = {_STORAGE[name]: name for name in _PLAIN}
+
+# torch copies with several threads and NumPy with one, but torch takes longer to start.
+_TORCH_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: ``path`` in the nested dict, logical ``dtype``, ``row_shape`` of one row."""
+
+    path: Path
+    dtype: str
+    row_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _STORAGE:
+            raise SchemaError(
+                f"column {self.name!r}: expected a dtype among {', '.join(_STORAGE)}, "
+                f"got {self.dtype!r}."
+            )
+
+    @cached_property
+    def storage(self) -> np.dtype[Any]:
+        """The NumPy dtype that rows have in memory."""
+        return _STORAGE[self.dtype]
+
+    @cached_property
+    def name(self) -> str:
+        """The path joined by dots; dots and backslashes in keys are escaped: names are unique."""
+        return ".".join(key.replace("\\", "\\\\").replace(".", "\\.") for key in self.path)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row; 0 when a dimension is 0."""
+        return self.storage.itemsize * math.prod(self.row_shape)
+
+    @property
+    def is_text(self) -> bool:
+        return self.dtype == TEXT
+
+    @cached_property
+    def viewed_as(self) -> torch.dtype | None:
+        """The torch dtype that storage has to be viewed as; None where it is that already."""
+        return _TORCH[self.dtype] if self.dtype in _VIEWED else None
+
+    @cached_property
+    def storage_as(self) -> torch.dtype:
+        """The torch dtype of the storage (not of text)."""
+        return _TORCH[_VIEWED.get(self.dtype, self.dtype)]
+
+    def tensor(self, rows: Array) -> torch.Tensor:
+        """``rows`` (storage dtype) as a torch tensor of the logical dtype; a view."""
+        tensor = torch.from_numpy(rows)
+        return tensor if self.viewed_as is None else tensor.view(self.viewed_as)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} rows of shape {self.row_shape}"
+
+
+class Schema:
+    """The columns of a buffer or store, in the order of the batch's keys. Immutable."""
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        self.columns = tuple(columns)
+        self._position = {column.path: i for i, column in enumerate(self.columns)}
+        if len(self._position) != len(self.columns):
+            raise SchemaError("schema: expected each path once, got one twice.")
+        for path in self._position:
+            for cut in range(1, len(path)):
+                if path[:cut] in self._position:
+                    raise SchemaError(
+                        f"column {'.'.join(path[:cut])!r}: expected a leaf or a dict, got both."
+                    )
+        # For nest(): each dict with its keys in their order, parents first; which dict goes where;
+        # and the dict and key of each leaf.
+        self._dicts: list[dict[str, Any]] = [{}]
+        self._inner: list[tuple[int, int, str]] = []
+        self._homes: list[tuple[int, str]] = []
+        numbers: dict[Path, int] = {(): 0}
+        for column in self.columns:
+            for cut in range(1, len(column.path)):
+                path = column.path[:cut]
+                if path not in numbers:
+                    numbers[path] = len(numbers)
+                    self._dicts.append({})
+                    self._dicts[numbers[path[:-1]]][path[-1]] = None
+                    self._inner.append((numbers[path], numbers[path[:-1]], path[-1]))
+            home = numbers[column.path[:-1]]
+            self._dicts[home][column.path[-1]] = None
+            self._homes.append((home, column.path[-1]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and self.columns == other.columns
+
+    def __hash__(self) -> int:
+        return hash(self.columns)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{c.name}: {c.dtype}{list(c.row_shape)}" for c in self.columns)
+        return f"Schema({inside})"
+
+    def nest(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """One value per column, in order, as the nested dict."""
+        dicts = [keys.copy() for keys in self._dicts]
+        for number, parent, key in self._inner:
+            dicts[parent][key] = dicts[number]
+        for (home, key), leaf in zip(self._homes, leaves, strict=True):
+            dicts[home][key] = leaf
+        return dicts[0]
+
+    def pick(self, nested: Mapping[str, Any], what: str) -> list[Any]:
+        """Like `leaves`, but other values in ``nested`` are passed over."""
+        try:
+            dicts = [nested] * len(self._dicts)
+            for number, parent, key in self._inner:
+                dicts[number] = dicts[parent][key]
+            return [dicts[home][key] for home, key in self._homes]
+        except (KeyError, TypeError, IndexError):
+            return self.leaves(nested, what)
+
+    def leaves(self, nested: Mapping[str, Any], what: str) -> list[Any]:
+        """The values of ``nested`` in the order of the columns; ``what`` names it in errors.
+
+        SchemaError if one is missing or there are others.
+        """
+        found = dict(_flatten(nested))
+        if found.keys() != self._position.keys():
+            for path in found.keys() - self._position.keys():
+                raise SchemaError(
+                    f"column {_name(path)!r}: expected no such column in the {what}. "
+                    f"The schema has: {', '.join(c.name for c in self.columns)}."
+                )
+            for path in self._position.keys() - found.keys():
+                raise SchemaError(
+                    f"column {_name(path)!r}: expected in the {what}, but it is missing."
+                )
+        return [found[column.path] for column in self.columns]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {"path": list(c.path), "dtype": c.dtype, "row_shape": list(c.row_shape)}
+            for c in self.columns
+        ]
+
+    @classmethod
+    def from_json(cls, columns: list[dict[str, Any]]) -> Schema:
+        return cls(
+            Column(tuple(map(str, c["path"])), str(c["dtype"]), tuple(map(int, c["row_shape"])))
+            for c in columns
+        )
+
+
+class Payload:
+    """The leaves of one trajectory, measured: schema, T, B, and how many steps are left out.
+
+    Made by `measure`. The leaves are the caller's own memory; `copy_rows` copies out of them.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        leaves: list[Leaf],
+        num_steps: int,
+        num_envs: int,
+        extra_steps: tuple[int, ...],
+    ) -> None:
+        self.schema = schema
+        self.num_steps = num_steps
+        self.num_envs = num_envs
+        self.num_samples = num_steps * num_envs
+        self.extra_steps = extra_steps
+        self.rows = tuple(self.num_samples + extra * num_envs for extra in extra_steps)
+        self._leaves = leaves
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(n * c.row_bytes for n, c in zip(self.rows, self.schema.columns, strict=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(T, B, ...)`` as RLinf's index has it: of ``prev_logprobs``, else of ``rewards``."""
+        for name in ("prev_logprobs", "rewards"):
+            for column in self.schema.columns:
+                if column.path == (name,):
+                    return (self.num_steps, self.num_envs, *column.row_shape)
+        return (self.num_steps, self.num_envs)
+
+    def texts(self, position: int) -> list[str]:
+        """The N strings of a text column, in row order."""
+        return list(itertools.chain.from_iterable(self._leaves[position]))
+
+    def copy_rows(self, position: int, rows: Array) -> None:
+        """Copy a column (not text) into ``rows`` ``[N + E * B, *S]``, left-out rows behind."""
+        column = self.schema.columns[position]
+        leaf = self._leaves[position]
+        extra = self.extra_steps[position]
+        steps, envs = self.num_steps, self.num_envs
+        if not extra:
+            _copy(rows.reshape(steps, envs, *column.row_shape), leaf, column)
+            return
+        epoch = steps // extra
+        epochs = leaf.reshape(extra, epoch + 1, envs, *column.row_shape)  # type: ignore[union-attr]
+        aligned, left_out = _split_epochs(epochs, column.path)
+        n = steps * envs
+        _copy(rows[:n].reshape(extra, epoch, envs, *column.row_shape), aligned, column)
+        _copy(rows[n:].reshape(extra, envs, *column.row_shape), left_out, column)
+
+
+def measure(fields: Mapping[str, Any], schema: Schema | None = None) -> Payload:
+    """Measure the nested dict ``fields`` of ``[T, B, ...]`` leaves against ``schema``.
+
+    Without a schema the leaves decide it. Leaves are torch tensors (any device and strides), NumPy
+    arrays, or text: ``list[T]`` of ``list[B]`` of str. Nothing is copied. Every misfit is a
+    `SchemaError` that names the column, what was expected and what came.
+    """
+    if schema is None:
+        found = [(path, _checked(path, leaf)) for path, leaf in _flatten(fields)]
+        if not found:
+            raise SchemaError("trajectory: expected at least one column, got none.")
+        schema = Schema(_describe(path, leaf) for path, leaf in found)
+        leaves = [leaf for _, leaf in found]
+    else:
+        values = schema.leaves(fields, "trajectory")
+        leaves = [_checked(c.path, v) for c, v in zip(schema.columns, values, strict=True)]
+        for column, leaf in zip(schema.columns, leaves, strict=True):
+            _check_fits(column, leaf)
+    num_steps, num_envs = _steps_and_envs(schema, leaves)
+    extra = tuple(
+        _extra_steps(column, leaf, num_steps, num_envs)
+        for column, leaf in zip(schema.columns, leaves, strict=True)
+    )
+    return Payload(schema, leaves, num_steps, num_envs, extra)
+
+
+def interleave(rows: Array, column: Column, num_steps: int, num_envs: int) -> Array:
+    """Rows ``[N + E * B, *S]`` as ``[T + E, B, *S]``: a view when E is 0, else a copy."""
+    n = num_steps * num_envs
+    extra = (len(rows) - n) // num_envs
+    if not extra:
+        return rows.reshape(num_steps, num_envs, *column.row_shape)
+    epoch = num_steps // extra
+    whole = np.empty((extra, epoch + 1, num_envs, *column.row_shape), column.storage)
+    aligned, left_out = _split_epochs(whole, column.path)
+    aligned[...] = rows[:n].reshape(aligned.shape)
+    left_out[...] = rows[n:].reshape(left_out.shape)
+    return whole.reshape(num_steps + extra, num_envs, *column.row_shape)
+
+
+class TextTable:
+    """The strings of a text column and their codes. Codes never change; the table only grows.
+
+    Thread-safe: any number may `decode` while one encodes.
+    """
+
+    def __init__(self) -> None:
+        self._strings: list[str] = []
+        self._codes: dict[str, int] = {}
+        self._lock = threading.Lock()  # guards the table against two that encode
+
+    def encode(self, strings: Iterable[str]) -> Array:
+        """Codes ``int32 [N]`` of ``strings``; new ones join the table."""
+        codes = self._codes
+        out: list[int] = []
+        with self._lock:
+            for string in strings:
+                code = codes.get(string)
+                if code is None:
+                    code = len(self._strings)
+                    self._strings.append(string)
+                    codes[string] = code
+                out.append(code)
+        return np.array(out, np.int32)
+
+    def decode(self, codes: Array) -> list[str]:
+        """The strings of ``codes``."""
+        strings = self._strings
+        return [strings[code] for code in codes.tolist()]
+
+    def renew_lock(self) -> None:
+        """Make the lock anew, in a forked child."""
+        self._lock = threading.Lock()
+
+
+def _split_epochs(epochs: Any, path: Path) -> tuple[Any, Any]:
+    """``[E, L + 1, ...]`` as its aligned steps ``[E, L, ...]`` and left-out ones ``[E, ...]``."""
+    if path in TRAILING:
+        return epochs[:, :-1], epochs[:, -1]
+    return epochs[:, 1:], epochs[:, 0]
+
+
+def _name(path: Path) -> str:
+    return Column(path, "uint8", ()).name
+
+
+def _flatten(nested: Mapping[str, Any], prefix: Path = ()) -> Iterable[tuple[Path, Any]]:
+    for key, value in nested.items():
+        if not isinstance(key, str):
+            raise SchemaError(
+                f"key {key!r} under {'.'.join(prefix) or 'the top level'}: expected a str, "
+                f"got {type(key).__name__}."
+            )
+        if isinstance(value, Mapping):
+            yield from _flatten(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
+
+
+def _checked(path: Path, leaf: Any) -> Leaf:
+    """``leaf`` as one of the three kinds of leaf, at least ``[T, B]``."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta or leaf.is_nested:
+            raise SchemaError(
+                f"column {_name(path)!r}: expected a dense tensor, got {leaf.layout} "
+                f"on {leaf.device}. Densify it before it is added."
+            )
+        leaf = leaf.detach()
+    elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "UO":
+        leaf = leaf.tolist()
+    if isinstance(leaf, (list, tuple)):
+        return _checked_text(path, leaf)
+    if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+        raise SchemaError(
+            f"column {_name(path)!r}: expected a tensor or array of shape [T, B, ...] or text "
+            f"list[T][B], got {type(leaf).__name__}."
+        )
+    if leaf.ndim < 2:
+        raise SchemaError(
+            f"column {_name(path)!r}: expected shape [T, B, ...], got {tuple(leaf.shape)}."
+        )
+    return leaf
+
+
+def _checked_text(path: Path, steps: Sequence[Any]) -> list[list[str]]:
+    if not steps or not all(isinstance(step, (list, tuple)) for step in steps):
+        raise SchemaError(
+            f"column {_name(path)!r}: expected a tensor, an array, or text as list[T] of list[B] "
+            f"of str, got a {type(steps).__name__} of another form."
+        )
+    width = len(steps[0])
+    for t, step in enumerate(steps):
+        if len(step) != width:
+            raise SchemaError(
+                f"column {_name(path)!r}: expected {width} strings in each step, "
+                f"got {len(step)} in step {t}."
+            )
+        for b, string in enumerate(step):
+            if not isinstance(string, str):
+                raise SchemaError(
+                    f"column {_name(path)!r}: expected a str at [{t}][{b}], "
+                    f"got {type(string).__name__}."
+                )
+            if not string.isascii():
+                try:
+                    string.encode()
+                except UnicodeEncodeError as error:
+                    raise SchemaError(
+                        f"column {_name(path)!r}: expected text that UTF-8 can hold at "
+                        f"[{t}][{b}], got {string!r}."
+                    ) from error
+    return [list(step) for step in steps]
+
+
+def _dtype_name(leaf: Leaf) -> str | None:
+    """The logical dtype of ``leaf``, None if there is no column of such."""
+    if isinstance(leaf, torch.Tensor):
+        return _NAME_OF_TORCH.get(leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return _NAME_OF_NUMPY.get(leaf.dtype.newbyteorder("="))
+    return TEXT
+
+
+def _row_shape(leaf: Leaf) -> tuple[int, ...]:
+    return () if isinstance(leaf, list) else tuple(leaf.shape[2:])
+
+
+def _describe(path: Path, leaf: Leaf) -> Column:
+    dtype = _dtype_name(leaf)
+    if dtype is None:
+        raise SchemaError(
+            f"column {_name(path)!r}: expected a dtype among {', '.join(_STORAGE)}, "
+            f"got {leaf.dtype}."  # type: ignore[union-attr]
+        )
+    for key in path:
+        try:
+            key.encode()
+        except UnicodeEncodeError as error:
+            raise SchemaError(
+                f"column {path!r}: expected keys that UTF-8 can hold, got {key!r}."
+            ) from error
+    return Column(path, dtype, _row_shape(leaf))
+
+
+def _check_fits(column: Column, leaf: Leaf) -> None:
+    dtype = _dtype_name(leaf)
+    row_shape = _row_shape(leaf)
+    if dtype != column.dtype or row_shape != column.row_shape:
+        came = dtype or str(leaf.dtype)  # type: ignore[union-attr]
+        raise SchemaError(f"column {column.name!r}: expected {column}, got {came} {row_shape}.")
+
+
+def _length_and_width(leaf: Leaf) -> tuple[int, int]:
+    if isinstance(leaf, list):
+        return len(leaf), len(leaf[0])
+    return int(leaf.shape[0]), int(leaf.shape[1])
+
+
+def _steps_and_envs(schema: Schema, leaves: list[Leaf]) -> tuple[int, int]:
+    """T and B: those of the first column that leaves no step out, else of the shortest one."""
+    sizes = [_length_and_width(leaf) for leaf in leaves]
+    steady = [
+        size
+        for size, column in zip(sizes, schema.columns, strict=True)
+        if column.path not in LEADING and column.path not in TRAILING
+    ]
+    num_steps, num_envs = steady[0] if steady else min(sizes)
+    if num_steps == 0 or num_envs == 0:
+        raise SchemaError(
+            f"trajectory: expected at least one step of one environment, "
+            f"got T = {num_steps}, B = {num_envs}."
+        )
+    return num_steps, num_envs
+
+
+def _extra_steps(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> int:
+    """E, the number of left-out steps of ``leaf``: 0 when it has T."""
+    length, width = _length_and_width(leaf)
+    if width != num_envs:
+        raise SchemaError(
+            f"column {column.name!r}: expected B = {num_envs} as in the other columns, "
+            f"got {width} of shape [T, B, ...]."
+        )
+    extra = length - num_steps
+    if extra == 0:
+        return 0
+    if column.path not in LEADING and column.path not in TRAILING:
+        raise SchemaError(
+            f"column {column.name!r}: expected T = {num_steps} steps as in the other columns, "
+            f"got {length}."
+        )
+    if extra < 0 or num_steps % extra:
+        raise SchemaError(
+            f"column {column.name!r}: expected T = {num_steps} steps or T + E with E a divisor "
+            f"of T, got {length}."
+        )
+    return extra
+
+
+def _copy(rows: Array, leaf: Any, column: Column) -> None:
+    """Copy ``leaf`` into ``rows`` of the same shape, bit for bit."""
+    if not rows.nbytes:
+        return
+    if isinstance(leaf, np.ndarray):
+        # torch takes neither negative strides nor foreign byte orders, and warns of read-only ones.
+        if (
+            rows.nbytes >= _TORCH_COPY_BYTES
+            and leaf.flags.writeable
+            and leaf.dtype == rows.dtype
+            and min(leaf.strides) >= 0
+        ):
+            torch.from_numpy(rows).copy_(torch.from_numpy(leaf))
+        else:
+            np.copyto(rows, leaf, casting="equiv")
+        return
+    if column.viewed_as is not None:
+        leaf = leaf.view(column.storage_as)
+    if rows.nbytes < _TORCH_COPY_BYTES and leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
+        np.copyto(rows, leaf.numpy())
+    else:
+        torch.from_numpy(rows).copy_(leaf)

@@ -1,0 +1,244 @@
+"""One ``[T, B, ...]`` batch: T chunk steps of B environments, as named fields or nested columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmbuf.errors import SchemaError
+from mmbuf.schema import measure
+
+# Real trajectories nest two or three deep; a dict that contains itself nests for ever.
+MAX_NESTING = 32
+
+_EPISODE_LENGTH = "max_episode_length"
+_WEIGHTS_ID = "model_weights_id"
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One trajectory: T steps of B environments; it may hold many episodes.
+
+    Tensors are ``[T, B, ...]``, any dtype and device. NumPy arrays of these shapes are taken too.
+    Nothing is checked or copied before the trajectory is added, measured or split. Two
+    trajectories are equal only if they are the same object.
+
+    ==================  ======================================================================
+    field               shape
+    ==================  ======================================================================
+    max_episode_length  int; 0 means unknown
+    model_weights_id    str; which weights acted
+    actions             ``[T, B, action_dim]``
+    intervene_flags     ``[T, B, action_dim]`` bool: a person or another policy acted
+    rewards             ``[T, B, ...]``
+    terminations        ``[T, B, ...]`` or ``[T + E, B, ...]``: one leading step per rollout epoch
+    truncations         as terminations
+    dones               as terminations
+    prev_logprobs       ``[T, B, ...]``
+    prev_values         ``[T, B, ...]`` or ``[T + E, B, ...]``: one trailing bootstrap step per
+                        rollout epoch
+    versions            ``[T, B, ...]``: which version of the weights acted
+    forward_inputs      dict, may nest: leaves ``[T, B, ...]``, or text as list[T] of list[B] of str
+    curr_obs            as forward_inputs
+    next_obs            as forward_inputs
+    extra               dict of further columns, leaves as above; stored beside the fields under
+                        their own names, which must not be names of fields
+    ==================  ======================================================================
+
+    E divides T.
+    """
+
+    max_episode_length: int = 0
+    model_weights_id: str = ""
+    actions: torch.Tensor | None = None
+    intervene_flags: torch.Tensor | None = None
+    rewards: torch.Tensor | None = None
+    terminations: torch.Tensor | None = None
+    truncations: torch.Tensor | None = None
+    dones: torch.Tensor | None = None
+    prev_logprobs: torch.Tensor | None = None
+    prev_values: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
+    forward_inputs: dict[str, Any] = field(default_factory=dict)
+    curr_obs: dict[str, Any] = field(default_factory=dict)
+    next_obs: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_columns(
+        cls,
+        columns: Mapping[str, Any],
+        max_episode_length: int = 0,
+        model_weights_id: str = "",
+    ) -> Trajectory:
+        """A trajectory of the nested ``columns``; those that no field is named after go to `extra`.
+
+        Dicts are new, leaves are the given ones. None and empty dicts are left out. A key that is
+        no str, metadata among the columns, or nesting deeper than `MAX_NESTING` is a `SchemaError`.
+        """
+        if not isinstance(columns, Mapping):
+            raise SchemaError(f"columns: expected a mapping, got {_kind_of(columns)}.")
+        for name in (_EPISODE_LENGTH, _WEIGHTS_ID):
+            if name in columns:
+                raise SchemaError(
+                    f"column {name!r}: expected columns only, got metadata. Pass it as an argument."
+                )
+        present = _without_empty(columns)
+        names = _column_fields(cls)
+        return cls(
+            max_episode_length=_checked_episode_length(max_episode_length),
+            model_weights_id=_checked_weights_id(model_weights_id),
+            extra={name: value for name, value in present.items() if name not in names},
+            **{name: value for name, value in present.items() if name in names},
+        )
+
+    def to_columns(self) -> dict[str, Any]:
+        """The nested dict of what is stored: new dicts, the same leaves. Errors as `fields_of`."""
+        return fields_of(self)[0]
+
+    @property
+    def num_steps(self) -> int:
+        """T: that of the first column that may not have T + E steps, else the smallest length.
+
+        Columns that do not fit together, and no column at all, are a `SchemaError` (a ValueError).
+        """
+        return measure(self.to_columns()).num_steps
+
+    @property
+    def num_envs(self) -> int:
+        """B. Errors as `num_steps`."""
+        return measure(self.to_columns()).num_envs
+
+    def split(self, sizes: int | Sequence[int]) -> list[Trajectory]:
+        """Parts along B: ``sizes`` equal ones if it is an int, else parts of these sizes.
+
+        Every part is a contiguous copy and has the metadata of the whole. ValueError when the int
+        does not divide B, or the sizes are not positive or do not sum to B.
+        """
+        columns = self.to_columns()
+        num_envs = measure(columns).num_envs
+        if isinstance(sizes, (int, np.integer)):
+            if sizes < 1 or num_envs % sizes:
+                raise ValueError(
+                    f"split: expected a number of parts that divides B = {num_envs}, got {sizes}."
+                )
+            sizes = [num_envs // int(sizes)] * int(sizes)
+        elif sum(sizes) != num_envs or min(sizes) < 1:
+            raise ValueError(
+                f"split: expected positive sizes that sum to B = {num_envs}, got {list(sizes)} "
+                f"with sum {sum(sizes)}."
+            )
+        bounds = [0, *itertools.accumulate(sizes)]
+        return [
+            self.from_columns(
+                _between(columns, start, stop), self.max_episode_length, self.model_weights_id
+            )
+            for start, stop in itertools.pairwise(bounds)
+        ]
+
+
+def fields_of(item: Any) -> tuple[dict[str, Any], int, str]:
+    """``item`` as (nested dict of columns, max_episode_length, model_weights_id).
+
+    ``item`` is a `Trajectory`, an instance of any dataclass with such fields, or a mapping of
+    ``[T, B, ...]`` leaves that may nest. The dicts are new and keep their order, the leaves are the
+    caller's own and not looked at. None and dicts that hold nothing are left out. Metadata that is
+    missing is 0 and ``""``. `SchemaError` for anything else: another kind of item, a key that is no
+    str, metadata of another type, a name in ``extra`` that is also a field, nesting deeper than
+    `MAX_NESTING`.
+    """
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
+        if isinstance(item, Trajectory):
+            fields |= _checked_extra(fields.pop("extra"), type(item))
+    elif isinstance(item, Mapping):
+        fields = dict(item)
+    else:
+        raise SchemaError(
+            "trajectory: expected a Trajectory, an instance of a dataclass like it or a mapping of "
+            f"[T, B, ...] columns, got {_kind_of(item)}."
+        )
+    max_episode_length = _checked_episode_length(fields.pop(_EPISODE_LENGTH, None))
+    model_weights_id = _checked_weights_id(fields.pop(_WEIGHTS_ID, None))
+    return _without_empty(fields), max_episode_length, model_weights_id
+
+
+def _column_fields(kind: type[Trajectory]) -> set[str]:
+    """The fields that are columns under their own names, `extra` not among them."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    return names - {_EPISODE_LENGTH, _WEIGHTS_ID, "extra"}
+
+
+def _checked_extra(extra: Any, kind: type[Trajectory]) -> dict[str, Any]:
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise SchemaError(f"extra: expected a mapping of columns, got {_kind_of(extra)}.")
+    taken = _column_fields(kind) | {_EPISODE_LENGTH, _WEIGHTS_ID}
+    for name in extra:
+        if name in taken:
+            raise SchemaError(
+                f"column {name!r}: expected names in extra that are not fields, got a field's. "
+                "Set the field instead."
+            )
+    return dict(extra)
+
+
+def _checked_episode_length(value: Any) -> int:
+    if value is None:
+        return 0
+    is_array = isinstance(value, (torch.Tensor, np.ndarray, np.generic))
+    number = value.item() if is_array and value.ndim == 0 else value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise SchemaError(f"{_EPISODE_LENGTH}: expected an int of 0 or more, got {value!r}.")
+    return number
+
+
+def _checked_weights_id(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise SchemaError(f"{_WEIGHTS_ID}: expected a str, got {_kind_of(value)}.")
+    return value
+
+
+def _without_empty(node: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """``node`` as new dicts, without None and without dicts that hold nothing else."""
+    if len(path) > MAX_NESTING:
+        raise SchemaError(
+            f"column '{'.'.join(path[:3])}...': expected at most {MAX_NESTING} nested dicts, got "
+            "more. Does a dict contain itself?"
+        )
+    present: dict[str, Any] = {}
+    for name, value in node.items():
+        if not isinstance(name, str):
+            raise SchemaError(
+                f"key {name!r} under {'.'.join(path) or 'the top level'}: expected a str, "
+                f"got {_kind_of(name)}."
+            )
+        is_dict = isinstance(value, Mapping)
+        kept = _without_empty(value, (*path, name)) or None if is_dict else value
+        if kept is not None:
+            present[name] = kept
+    return present
+
+
+def _between(node: Any, start: int, stop: int) -> Any:
+    """Environments ``[start, stop)`` of every leaf under ``node``, copied."""
+    if isinstance(node, dict):
+        return {name: _between(value, start, stop) for name, value in node.items()}
+    if isinstance(node, torch.Tensor):
+        return node[:, start:stop].clone(memory_format=torch.contiguous_format)
+    if isinstance(node, np.ndarray):
+        return np.array(node[:, start:stop], order="C")
+    return [list(step[start:stop]) for step in node]
+
+
+def _kind_of(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

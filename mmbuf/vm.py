@@ -1,0 +1,283 @@
+"""Address ranges: virtual memory that is reserved, filled, mapped to files and given back.
+
+The only ctypes. An `AddressRange` is reserved once (``PROT_NONE``, which costs nothing) and never
+moves; pages behind parts of it change. Arrays over it stay valid Python objects for ever, but
+touching a part that is not filled or mapped kills the process: only `lane` and `cache` hold them.
+
+A *mapping* costs the kernel a VMA, and Linux allows 65,530 of them per process. `MAPS` counts all
+mappings of this process against a share of that number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+
+PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
+
+_IS_LINUX = sys.platform.startswith("linux")
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_ANONYMOUS = 0x20 if _IS_LINUX else 0x1000
+_MAP_NORESERVE = 0x4000 if _IS_LINUX else 0x40
+_MADV_RANDOM = 1
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if _IS_LINUX:
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+
+CAN_REWIRE = _IS_LINUX  # Elsewhere there is no mremap: a slot keeps its anonymous pages.
+
+
+def round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _failed() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
+def _mmap(address: int | None, size: int, prot: int, flags: int, fd: int, offset: int) -> int:
+    got: int | None = _libc.mmap(address, size, prot, flags, fd, offset)
+    if got is None or got == _FAILED:
+        raise _failed()
+    return got
+
+
+def _munmap(address: int, size: int) -> None:
+    if _libc.munmap(address, size):
+        raise _failed()
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    """``madvise`` where the kernel knows it: speed only, so a refusal is no error."""
+    if _IS_LINUX:
+        _libc.madvise(address, size, advice)
+
+
+def _reserve(size: int, alignment: int) -> int:
+    """Address of ``size`` reserved bytes on ``alignment``."""
+    flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    address = _mmap(None, size + alignment, _PROT_NONE, flags, -1, 0)
+    start = round_up(address, alignment)
+    if start > address:
+        _munmap(address, start - address)
+    if address + alignment > start:
+        _munmap(start + size, address + alignment - start)
+    return start
+
+
+class MapBudget:
+    """How many mappings of files this process may still make. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._lock = threading.Lock()  # guards used
+
+    def take(self, count: int) -> bool:
+        """Take ``count`` mappings; False, and none taken, if so many are not left."""
+        with self._lock:
+            if self.used + count > self.limit:
+                return False
+            self.used += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self.used -= count
+
+    @property
+    def is_short(self) -> bool:
+        """Whether more than half of the budget is used."""
+        return 2 * self.used > self.limit
+
+    def renew_lock(self) -> None:
+        """Make the lock anew, in a forked child."""
+        self._lock = threading.Lock()
+
+
+def _max_map_count() -> int:
+    try:
+        with open("/proc/sys/vm/max_map_count") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 65_530
+
+
+# A mapping may cost two VMAs (itself, and one that it splits), and torch, allocators and threads
+# need some as well; so the budget is 45 % of the limit, and what evicts can never fail for want.
+MAPS = MapBudget(int(0.45 * _max_map_count()))
+
+
+class AddressRange:
+    """``size_bytes`` of reserved addresses, on a huge-page boundary.
+
+    ``commit``, ``map_file``, ``rewire`` and ``release`` take byte offsets into the range that are
+    multiples of `PAGE`. They raise OSError. Not thread-safe for overlapping parts; gathers may go
+    on in all others, and in a part that is rewired.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = round_up(size_bytes, HUGE_PAGE)
+        self.address = _reserve(self.size_bytes, HUGE_PAGE)
+
+    def array(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """All rows ``[rows, *row_shape]`` that the range has room for; a view."""
+        row_bytes = dtype.itemsize
+        for size in row_shape:
+            row_bytes *= size
+        rows = self.size_bytes // row_bytes
+        memory: Any = (ctypes.c_char * (rows * row_bytes)).from_address(self.address)
+        array: np.ndarray[Any, Any] = np.frombuffer(memory, dtype)
+        return array.reshape(rows, *row_shape)
+
+    def commit(self, start: int, stop: int) -> None:
+        """Make anonymous pages of ``[start, stop)``; they are zero until written.
+
+        Whole huge pages are asked for where ``start`` is on such a boundary. Pages that are
+        committed already keep what they hold.
+        """
+        address, size = self.address + start, stop - start
+        if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
+            raise _failed()
+        if start % HUGE_PAGE == 0 and size >= HUGE_PAGE:
+            _advise(address, size, _MADV_HUGEPAGE)
+
+    def map_file(self, start: int, stop: int, fd: int, offset: int) -> None:
+        """Map a file's bytes from ``offset`` over ``[start, stop)``, which holds no rows yet.
+
+        Shared and read-only. The mapping may go beyond the end of the file; what lies there must
+        not be touched.
+        """
+        address, size = self.address + start, stop - start
+        _mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+        _advise(address, size, _MADV_RANDOM)
+
+    def rewire(self, start: int, stop: int, fd: int, offset: int, filled_bytes: int) -> None:
+        """Put a file's pages in the place of ``[start, stop)``, whose bytes they equal.
+
+        Gathers may read meanwhile. The file is mapped elsewhere first and then moved, since a
+        failed ``mmap`` with ``MAP_FIXED`` may already have dropped the old pages. The first
+        ``filled_bytes`` are populated before they are moved, so that no gather pays for it.
+        """
+        size = stop - start
+        # Equal alignment on both sides lets the kernel move whole page tables.
+        scratch = _reserve(size, HUGE_PAGE if size >= HUGE_PAGE else PAGE)
+        try:
+            _mmap(scratch, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+            _advise(scratch, filled_bytes, _MADV_POPULATE_READ)
+            _advise(scratch, size, _MADV_RANDOM)
+            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+            moved = _libc.mremap(scratch, size, size, flags, self.address + start)
+            if moved is None or moved == _FAILED:
+                raise _failed()
+        except OSError:
+            _munmap(scratch, size)
+            raise
+
+    def release(self, start: int, stop: int) -> None:
+        """Give the pages of ``[start, stop)`` back, whatever they are; only addresses remain."""
+        flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _mmap(self.address + start, stop - start, _PROT_NONE, flags, -1, 0)
+
+    def close(self) -> None:
+        """Give the addresses back too. No array over the range may be touched any more."""
+        if self.size_bytes:
+            _munmap(self.address, self.size_bytes)
+            self.size_bytes = 0
+
+
+def map_privately(fd: int, size_bytes: int) -> np.ndarray[Any, Any]:
+    """A whole file as writable ``uint8 [size_bytes]``: writes go to private copies of its pages.
+
+    The mapping dies with the last array that looks into it.
+    """
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    return _owned(_mmap(None, size_bytes, prot, mmap.MAP_PRIVATE, fd, 0), size_bytes)
+
+
+def new_block(size_bytes: int) -> int:
+    """Address of fresh anonymous memory on a huge-page boundary, in whole huge pages."""
+    size = round_up(size_bytes, HUGE_PAGE)
+    address = _reserve(size, HUGE_PAGE)
+    if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        failure = _failed()
+        _munmap(address, size)
+        raise failure
+    _advise(address, size, _MADV_HUGEPAGE)
+    return address
+
+
+def free_block(address: int, size_bytes: int) -> None:
+    """Give back what `new_block` gave."""
+    _munmap(address, round_up(size_bytes, HUGE_PAGE))
+
+
+def lend_block(address: int, size_bytes: int, give_back: Any) -> np.ndarray[Any, Any]:
+    """A block as ``uint8 [size_bytes]``; ``give_back(address)`` is called when no array uses it."""
+    memory: Any = (ctypes.c_char * size_bytes).from_address(address)
+    # At exit the memory may still be looked into by tensors that outlive this module.
+    weakref.finalize(memory, give_back, address).atexit = False
+    return np.frombuffer(memory, np.uint8)
+
+
+def _owned(address: int, size_bytes: int) -> np.ndarray[Any, Any]:
+    return lend_block(address, size_bytes, lambda address: _munmap(address, size_bytes))
+
+
+def address_space_left() -> int | None:
+    """Bytes of addresses that ``RLIMIT_AS`` leaves to this process; None for no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * PAGE
+    except OSError:
+        used = 0
+    return max(0, limit - used)
+
+
+def is_out_of_memory(error: OSError) -> bool:
+    """Whether ``error`` says that addresses, mappings or memory have run out."""
+    return error.errno in (errno.ENOMEM, errno.EAGAIN)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=MAPS.renew_lock)

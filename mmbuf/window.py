@@ -1,0 +1,280 @@
+"""Window: the trajectory list, the cache and the sampler joined; what buffer and reader share.
+
+The trajectory list holds all trajectories, oldest first; `sample` draws from the newest
+``sample_window_size`` of them (0: all).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmbuf import files, sampling
+from mmbuf.cache import STATS, Leaf, TrajectoryCache
+from mmbuf.entry import Entry
+from mmbuf.errors import CorruptError, EmptyBufferError, SchemaError
+from mmbuf.formats import arrow
+from mmbuf.places import Slot
+from mmbuf.schema import Array, Column, Schema, interleave
+from mmbuf.trajectory import Trajectory
+
+Batch = dict[str, Any]
+
+
+class Window:
+    """A trajectory list and batches of random rows of its newest.
+
+    One thread may add, any number sample. In a forked child the window goes on with the rows it
+    had, and draws from a stream of its own.
+    """
+
+    def __init__(
+        self, *, seed: int | None, window_size: int, cache_size: int | None, can_map: bool
+    ) -> None:
+        self._window_size = window_size
+        self._cache_size = cache_size
+        self._can_map = can_map
+        self.cache: TrajectoryCache | None = None
+        self.entries: dict[int, Entry] = {}  # the trajectory list, by id
+        self.total_samples = 0
+        self._directories: dict[int, str] = {}
+        self._slots: dict[int, Slot] = {}  # of the window, and of those not written yet
+        self._leaving: deque[int] = deque()
+        self._viewed: list[tuple[int, torch.dtype]] = []
+        self._seeds = np.random.SeedSequence(seed)
+        self.generator = np.random.default_rng(self._seeds)
+        self._num_forks = 0
+        _windows.add(self)
+
+    @property
+    def schema(self) -> Schema | None:
+        """The schema of the trajectories, None while there are none."""
+        return None if self.cache is None else self.cache.schema
+
+    @property
+    def window_ids(self) -> list[int]:
+        """Ids of the trajectories that `sample` draws from, oldest first."""
+        ids = list(self.entries)
+        return ids[-self._window_size :] if self._window_size else ids
+
+    def begin(self, schema: Schema) -> TrajectoryCache:
+        """The cache for trajectories of ``schema``, made if there is none yet."""
+        if self.cache is not None and self.cache.schema == schema:
+            return self.cache
+        if self.cache is not None:
+            self.cache.close()
+        self.cache = TrajectoryCache(
+            schema,
+            window_size=self._window_size,
+            cache_size=self._cache_size,
+            can_map=self._can_map,
+        )
+        self._viewed = [
+            (i, column.viewed_as)
+            for i, column in enumerate(schema.columns)
+            if column.viewed_as is not None
+        ]
+        return self.cache
+
+    def add(self, slot: Slot) -> None:
+        """Append to the list what was put into the cache."""
+        entry = slot.entry
+        self.entries[entry.trajectory_id] = entry
+        self.total_samples += entry.num_samples
+        self._slots[entry.trajectory_id] = slot
+        if self._window_size:
+            self._leaving.append(entry.trajectory_id)
+            while len(self._leaving) > self._window_size:
+                if not self._slots[self._leaving[0]].is_written:
+                    break
+                del self._slots[self._leaving.popleft()]
+
+    def set_written(self, entry: Entry, directory: str) -> None:
+        """The trajectory has a file in ``directory`` now."""
+        self._directories[entry.trajectory_id] = directory
+        self.entries[entry.trajectory_id] = entry
+
+    def open(self, schema: Schema | None, entries: Iterable[Entry], directory: str) -> None:
+        """Take in the trajectories of a store, oldest first; no data file is opened."""
+        entries = list(entries)
+        if schema is None or not entries:
+            return
+        for entry in entries:
+            if len(entry.parts) != len(schema.columns):
+                raise CorruptError(
+                    files.join(directory, entry.file),
+                    f"expected {len(schema.columns)} columns in the index, got {len(entry.parts)}.",
+                )
+            self.entries[entry.trajectory_id] = entry
+            self._directories[entry.trajectory_id] = directory
+            self.total_samples += entry.num_samples
+        cache = self.begin(schema)
+        for slot in cache.open((e, files.join(directory, e.file)) for e in entries):
+            trajectory_id = slot.entry.trajectory_id
+            self._slots[trajectory_id] = slot
+            if self._window_size:
+                self._leaving.append(trajectory_id)
+
+    def clear(self) -> None:
+        """Forget all trajectories."""
+        if self.cache is not None:
+            self.cache.clear()
+        self.entries.clear()
+        self._directories.clear()
+        self._slots.clear()
+        self._leaving.clear()
+        self.total_samples = 0
+
+    def close(self) -> None:
+        """Give all memory back, once the gathers that go on have ended."""
+        _windows.discard(self)
+        if self.cache is not None:
+            self.cache.close()
+
+    def sample(self, num_chunks: int, out: Mapping[str, Any] | None = None) -> Batch:
+        """``num_chunks`` rows, uniform with replacement over the window's rows.
+
+        A nested dict of tensors ``[K, *S]`` that are the caller's (text: list of K str), or
+        ``out`` itself, refilled. Thread-safe.
+        """
+        if num_chunks <= 0:
+            raise ValueError(f"num_chunks: expected at least 1, got {num_chunks}.")
+        cache = self.cache
+        if cache is None:
+            raise EmptyBufferError("sample: expected rows to draw from, got none.")
+        draw = partial(_draw, self.generator, num_chunks)
+        if out is not None:
+            cache.gather(draw, _targets(cache.schema, out, num_chunks))
+            return out  # type: ignore[return-value]
+        return self._batch(cache.schema, cache.gather(draw))
+
+    def get_trajectory(self, trajectory_id: int) -> Trajectory:
+        """One trajectory ``[T, B, ...]``, left-out steps included.
+
+        The tensors are the caller's: copies, or private pages of the file that cost memory only
+        where they are written to. KeyError if there is no such trajectory (any more).
+        """
+        entry = self.entries.get(trajectory_id)
+        if entry is None:
+            raise KeyError(f"trajectory {trajectory_id}: expected an id of trajectory_ids.")
+        assert self.cache is not None
+        schema = self.cache.schema
+        slot = self._slots.get(trajectory_id)
+        leaves = None
+        if slot is not None and not slot.path:
+            leaves = self.cache.copy_of(slot)
+        if leaves is None:
+            entry = self.entries[trajectory_id]
+            if not entry.file:
+                raise KeyError(
+                    f"trajectory {trajectory_id}: no longer in memory, and it has no file."
+                )
+            path = files.join(self._directories[trajectory_id], entry.file)
+            leaves = arrow.map_columns(path, entry, schema)
+        return Trajectory.from_columns(
+            schema.nest(
+                [
+                    _whole(column, leaf, entry.num_steps, entry.num_envs)
+                    for column, leaf in zip(schema.columns, leaves, strict=True)
+                ]
+            ),
+            max_episode_length=entry.max_episode_length,
+            model_weights_id=entry.model_weights_id,
+        )
+
+    def get_stats(self) -> dict[str, int]:
+        """Counts of the list, the window and the cache."""
+        stats = {"num_trajectories": len(self.entries), "total_samples": self.total_samples}
+        if self.cache is None:
+            return stats | dict.fromkeys(STATS, 0)
+        return stats | self.cache.get_stats()
+
+    def count_fork(self) -> None:
+        """Before a fork: so that each child draws from a stream of its own."""
+        self._num_forks += 1
+
+    def renew_after_fork(self) -> None:
+        """In the child: locks and streams anew."""
+        key = (*self._seeds.spawn_key, self._num_forks)
+        seeds = np.random.SeedSequence(self._seeds.entropy, spawn_key=key)
+        self._seeds, self.generator = seeds, np.random.default_rng(seeds)
+        if self.cache is not None:
+            self.cache.renew_locks()
+
+    def _batch(self, schema: Schema, leaves: list[Leaf]) -> Batch:
+        tensors: list[Any] = [
+            leaf if isinstance(leaf, list) else torch.from_numpy(leaf) for leaf in leaves
+        ]
+        for position, dtype in self._viewed:
+            tensors[position] = tensors[position].view(dtype)
+        return schema.nest(tensors)
+
+
+def _draw(generator: np.random.Generator, num_chunks: int, low: int, high: int) -> Array:
+    return sampling.uniform(generator, low, high, num_chunks)
+
+
+def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Leaf]:
+    """The memory of ``out``, column by column; SchemaError if it is not such a batch."""
+    targets: list[Leaf] = []
+    for column, leaf in zip(schema.columns, schema.pick(out, "out"), strict=True):
+        shape = (num_chunks, *column.row_shape)
+        if column.is_text:
+            if not isinstance(leaf, list):
+                raise _misfit(column, shape, leaf)
+            targets.append(leaf)
+            continue
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_cpu or leaf.requires_grad:
+            raise _misfit(column, shape, leaf)
+        if column.viewed_as is not None:
+            if leaf.dtype != column.viewed_as:
+                raise _misfit(column, shape, leaf)
+            leaf = leaf.view(column.storage_as)
+        array = leaf.numpy()
+        if array.shape != shape or array.dtype != column.storage or not array.flags.c_contiguous:
+            raise _misfit(column, shape, leaf)
+        targets.append(array)
+    return targets
+
+
+def _misfit(column: Column, shape: tuple[int, ...], leaf: object) -> SchemaError:
+    if isinstance(leaf, torch.Tensor):
+        came = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}"
+        came += "" if leaf.is_contiguous() else ", not contiguous"
+        came += ", requires grad" if leaf.requires_grad else ""
+    else:
+        came = type(leaf).__name__
+    expected = "a list of str" if column.is_text else f"a contiguous {column.dtype} {shape} on cpu"
+    return SchemaError(f"column {column.name!r} of out: expected {expected}, got {came}.")
+
+
+def _whole(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> Any:
+    """The rows of one column as ``[T, B, ...]`` or ``[T + E, B, ...]``."""
+    if isinstance(leaf, list):
+        return [leaf[t * num_envs : (t + 1) * num_envs] for t in range(num_steps)]
+    return column.tensor(interleave(leaf, column, num_steps, num_envs))
+
+
+# Those that a forked child has to make whole again.
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for window in list(_windows):
+        window.count_fork()
+
+
+def _after_fork_in_child() -> None:
+    for window in list(_windows):
+        window.renew_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

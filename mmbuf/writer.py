@@ -1,0 +1,190 @@
+"""TrajectoryWriter: the one background thread: write, publish, journal, rewire.
+
+Trajectories are written in the order they were added, so a store is always a prefix of what was
+added. A failure stops the thread: the trajectory stays in memory and first in line, the failure is
+raised to whoever calls next, and the call after that tries again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mmbuf import files
+from mmbuf.cache import TrajectoryCache
+from mmbuf.entry import Entry
+from mmbuf.errors import WriteError
+from mmbuf.formats import arrow
+from mmbuf.index import TrajectoryIndex
+from mmbuf.places import Slot
+
+MAX_PENDING_BYTES = 512 << 20
+_LOOK_S = 1.0  # waits end by themselves to look whether the thread still lives
+
+
+class TrajectoryWriter:
+    """Writes slots of a cache to the store of ``index``.
+
+    ``submit``, ``wait_for_room``, ``flush``, ``clear`` and ``close`` are for one thread at a time.
+    ``metadata()`` gives what the snapshots say beside the index.
+    """
+
+    def __init__(
+        self,
+        index: TrajectoryIndex,
+        metadata: Callable[[], dict[str, Any]],
+        on_written: Callable[[Entry], None],
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> None:
+        self._index = index
+        self._metadata = metadata
+        self._on_written = on_written
+        self._max_pending_bytes = max_pending_bytes
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmbuf-writer")
+        self._pending: deque[tuple[TrajectoryCache, Slot, int]] = deque()
+        self._changed = threading.Condition()  # guards all below; notified after each write
+        self.pending_bytes = 0
+        self._is_running = False
+        self._failure: BaseException | None = None
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def submit(self, cache: TrajectoryCache, slot: Slot, size_bytes: int) -> None:
+        """Have the slot written; returns at once."""
+        with self._changed:
+            self._pending.append((cache, slot, size_bytes))
+            self.pending_bytes += size_bytes
+        self._start()
+
+    def raise_failure(self) -> None:
+        """Raise a failure that nobody was told of yet, as WriteError."""
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise WriteError(
+                f"{self._index.directory}: a trajectory could not be written: {failure}. "
+                f"It stays in memory; flush() tries again."
+            ) from failure
+
+    def wait_for_room(self, size_bytes: int) -> None:
+        """Wait until ``size_bytes`` more may be pending; a larger trajectory is let in alone."""
+        self._wait(
+            lambda: (
+                not self.pending_bytes or self.pending_bytes + size_bytes <= self._max_pending_bytes
+            )
+        )
+
+    def wait_for_next(self) -> None:
+        """Wait until one more trajectory is written than now, if any is pending."""
+        before = self.num_pending
+        self._wait(lambda: not self._pending or self.num_pending < before)
+
+    def flush(self, *, sync: bool) -> None:
+        """Wait until all is published and the snapshots are as current as they are to be.
+
+        With ``sync`` also until it is on the disk itself. WriteError if it fails.
+        """
+        self.raise_failure()
+        self._wait(lambda: not self._pending)
+        self._call(self._after_flush, sync)
+
+    def clear(self) -> None:
+        """Journal that all trajectories are gone, and unlink them. Nothing may be pending."""
+        self._call(self._index.clear)
+
+    def close(self, *, wait: bool) -> int:
+        """End the thread; with ``wait`` write all before. How many trajectories were given up."""
+        if wait:
+            self.flush(sync=False)
+            self._call(self._write_snapshots)
+        with self._changed:
+            lost = len(self._pending)
+            self._pending.clear()
+            self.pending_bytes = 0
+        self._executor.shutdown(wait=True)
+        self._index.close()
+        return lost
+
+    def _start(self) -> None:
+        with self._changed:
+            if not self._is_running and self._pending:
+                self._is_running = True
+                self._executor.submit(self._run)
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        self._start()
+        with self._changed:
+            while not is_done() and self._failure is None:
+                self._changed.wait(_LOOK_S)
+        self.raise_failure()
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run something in the thread, after what is pending; OSError becomes WriteError."""
+        try:
+            self._executor.submit(function, *arguments).result()
+        except OSError as error:
+            raise WriteError(f"{self._index.directory}: {error}") from error
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if not self._pending:
+                        self._is_running = False
+                        break
+                    cache, slot, size_bytes = self._pending[0]
+                self._write(cache, slot)
+                with self._changed:
+                    if self._pending:
+                        self._pending.popleft()
+                        self.pending_bytes -= size_bytes
+                    self._changed.notify_all()
+            if self._index.is_snapshot_due():
+                self._write_snapshots()
+        except BaseException as error:  # reaches the caller by raise_failure
+            with self._changed:
+                self._is_running = False
+                self._failure = error
+                self._changed.notify_all()
+
+    def _write(self, cache: TrajectoryCache, slot: Slot) -> None:
+        entry = slot.entry
+        name = f"trajectory_{entry.trajectory_id}_{files.escape(entry.model_weights_id)}"
+        path = files.join(self._index.directory, name + arrow.EXTENSION)
+        if files.exists(path):  # left by a writer that died before it journalled it
+            name += f".{entry.uuid[:8]}"
+            path = files.join(self._index.directory, name + arrow.EXTENSION)
+        temporary = files.temporary(path)
+        rows, texts = cache.lend(slot)
+        entry = dataclasses.replace(entry, file=name + arrow.EXTENSION)
+        with files.created(temporary) as fd:
+            entry = arrow.write(fd, entry, cache.schema, rows, texts)
+        try:
+            files.rename(temporary, path)
+        except BaseException:
+            files.unlink(temporary)
+            raise
+        try:
+            self._index.add(cache.schema, entry)
+        except BaseException:
+            files.unlink(path)
+            raise
+        self._on_written(entry)
+        cache.written(slot, entry, path)
+
+    def _after_flush(self, sync: bool) -> None:
+        if self._index.is_snapshot_due():
+            self._write_snapshots()
+        if sync:
+            self._index.sync()
+
+    def _write_snapshots(self) -> None:
+        self._index.write_snapshots(self._metadata())
