@@ -80,9 +80,8 @@ class TrajectoryCache:
             for home, column in zip(self._places.homes, schema.columns, strict=True)
         ]
         self._widest = max(column.row_bytes for column in schema.columns)
-        self._num_lanes = len(self._places.lanes)
         self._pool = BatchPool()
-        self._table = SlotTable(self._num_lanes)
+        self._table = SlotTable(len(self._places.lanes))
         self._view = View(self._table, is_filled=True)
         self._slots: dict[int, Slot] = {}
         self._resident: deque[Slot] = deque()  # those with a place, oldest first
@@ -398,8 +397,7 @@ class TrajectoryCache:
         slots = view.slots_of(rows) if view.needs_slots else None
         if slots is not None and not view.is_filled and not self._fill_drawn(view, slots):
             return self._gather_mixed(view, rows, slots, out)
-        lane_rows = [view.lane_rows(lane, rows, slots) for lane in range(self._num_lanes)]
-        lane_rows = lane_rows or [rows]  # no column has bytes
+        lane_rows = view.lane_rows(rows, slots) or [rows]  # no lane where no column has bytes
         if out is None and len(rows) * self._widest < MIN_BYTES:
             # The small batch: nothing but one take a column, since each step counts here.
             leaves: list[Leaf] = [
@@ -454,7 +452,7 @@ class TrajectoryCache:
         warm = is_warm.nonzero()[0]
         if len(warm):
             warm_rows, warm_slots = rows[warm], slots[warm]
-            lane_rows = [view.lane_rows(n, warm_rows, warm_slots) for n in range(self._num_lanes)]
+            lane_rows = view.lane_rows(warm_rows, warm_slots)
             for leaf, home in zip(leaves, self._places.homes, strict=True):
                 if home is not None:
                     leaf[warm] = home[2].take(lane_rows[home[0]], 0, None, "clip")

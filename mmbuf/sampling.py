@@ -7,7 +7,7 @@ import numpy as np
 from mmbuf.schema import Array
 
 
-def uniform(generator: np.random.Generator, low: int, high: int, num_chunks: int) -> Array:
+def uniform(generator: np.random.Generator, num_chunks: int, low: int, high: int) -> Array:
     """``num_chunks`` row numbers of ``[low, high)``, uniform with replacement; int64 ``[K]``.
 
     Uniform over rows, so a longer trajectory is drawn more often. Thread-safe, as the generator's

@@ -286,10 +286,11 @@ def measure(fields: Mapping[str, Any], schema: Schema | None = None) -> Payload:
         leaves = [_checked(c.path, v) for c, v in zip(schema.columns, values, strict=True)]
         for column, leaf in zip(schema.columns, leaves, strict=True):
             _check_fits(column, leaf)
-    num_steps, num_envs = _steps_and_envs(schema, leaves)
+    sizes = [_length_and_width(leaf) for leaf in leaves]
+    num_steps, num_envs = _steps_and_envs(schema, sizes)
     extra = tuple(
-        _extra_steps(column, leaf, num_steps, num_envs)
-        for column, leaf in zip(schema.columns, leaves, strict=True)
+        0 if size == (num_steps, num_envs) else _extra_steps(column, *size, num_steps, num_envs)
+        for column, size in zip(schema.columns, sizes, strict=True)
     )
     return Payload(schema, leaves, num_steps, num_envs, extra)
 
@@ -370,12 +371,13 @@ def _flatten(nested: Mapping[str, Any], prefix: Path = ()) -> Iterable[tuple[Pat
 def _checked(path: Path, leaf: Any) -> Leaf:
     """``leaf`` as one of the three kinds of leaf, at least ``[T, B]``."""
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta or leaf.is_nested:
+        if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_nested:
             raise SchemaError(
                 f"column {_name(path)!r}: expected a dense tensor, got {leaf.layout} "
                 f"on {leaf.device}. Densify it before it is added."
             )
-        leaf = leaf.detach()
+        if leaf.requires_grad:
+            leaf = leaf.detach()
     elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "UO":
         leaf = leaf.tolist()
     if isinstance(leaf, (list, tuple)):
@@ -453,8 +455,7 @@ def _describe(path: Path, leaf: Leaf) -> Column:
 
 
 def _check_fits(column: Column, leaf: Leaf) -> None:
-    dtype = _dtype_name(leaf)
-    row_shape = _row_shape(leaf)
+    dtype, row_shape = _dtype_name(leaf), _row_shape(leaf)
     if dtype != column.dtype or row_shape != column.row_shape:
         came = dtype or str(leaf.dtype)  # type: ignore[union-attr]
         raise SchemaError(f"column {column.name!r}: expected {column}, got {came} {row_shape}.")
@@ -463,18 +464,18 @@ def _check_fits(column: Column, leaf: Leaf) -> None:
 def _length_and_width(leaf: Leaf) -> tuple[int, int]:
     if isinstance(leaf, list):
         return len(leaf), len(leaf[0])
-    return int(leaf.shape[0]), int(leaf.shape[1])
+    shape = leaf.shape
+    return shape[0], shape[1]
 
 
-def _steps_and_envs(schema: Schema, leaves: list[Leaf]) -> tuple[int, int]:
+def _steps_and_envs(schema: Schema, sizes: list[tuple[int, int]]) -> tuple[int, int]:
     """T and B: those of the first column that leaves no step out, else of the shortest one."""
-    sizes = [_length_and_width(leaf) for leaf in leaves]
-    steady = [
+    steady = (
         size
         for size, column in zip(sizes, schema.columns, strict=True)
         if column.path not in LEADING and column.path not in TRAILING
-    ]
-    num_steps, num_envs = steady[0] if steady else min(sizes)
+    )
+    num_steps, num_envs = next(steady, None) or min(sizes)
     if num_steps == 0 or num_envs == 0:
         raise SchemaError(
             f"trajectory: expected at least one step of one environment, "
@@ -483,17 +484,14 @@ def _steps_and_envs(schema: Schema, leaves: list[Leaf]) -> tuple[int, int]:
     return num_steps, num_envs
 
 
-def _extra_steps(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> int:
-    """E, the number of left-out steps of ``leaf``: 0 when it has T."""
-    length, width = _length_and_width(leaf)
+def _extra_steps(column: Column, length: int, width: int, num_steps: int, num_envs: int) -> int:
+    """E, the number of left-out steps of a leaf ``[length, width, ...]``."""
     if width != num_envs:
         raise SchemaError(
             f"column {column.name!r}: expected B = {num_envs} as in the other columns, "
             f"got {width} of shape [T, B, ...]."
         )
     extra = length - num_steps
-    if extra == 0:
-        return 0
     if column.path not in LEADING and column.path not in TRAILING:
         raise SchemaError(
             f"column {column.name!r}: expected T = {num_steps} steps as in the other columns, "

@@ -22,7 +22,7 @@ from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError, SchemaError
 from mmbuf.formats import arrow
 from mmbuf.places import Slot
-from mmbuf.schema import Array, Column, Schema, interleave
+from mmbuf.schema import Column, Schema, interleave
 from mmbuf.trajectory import Trajectory
 
 Batch = dict[str, Any]
@@ -149,7 +149,7 @@ class Window:
         cache = self.cache
         if cache is None:
             raise EmptyBufferError("sample: expected rows to draw from, got none.")
-        draw = partial(_draw, self.generator, num_chunks)
+        draw = partial(sampling.uniform, self.generator, num_chunks)
         if out is not None:
             cache.gather(draw, _targets(cache.schema, out, num_chunks))
             return out  # type: ignore[return-value]
@@ -215,10 +215,6 @@ class Window:
         for position, dtype in self._viewed:
             tensors[position] = tensors[position].view(dtype)
         return schema.nest(tensors)
-
-
-def _draw(generator: np.random.Generator, num_chunks: int, low: int, high: int) -> Array:
-    return sampling.uniform(generator, low, high, num_chunks)
 
 
 def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Leaf]:

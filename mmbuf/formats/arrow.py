@@ -20,6 +20,7 @@ those of Arrow's ``Message.fbs``, ``Schema.fbs`` and ``File.fbs``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -47,6 +48,7 @@ _ALIGNMENT = 64
 _WIDE = _WIDE_ALIGNMENT = 16 << 10
 _HEAD_BYTES = 4 << 10  # of a file: enough to hold the beginning of its header
 _READ_WHOLE = 32 << 10
+_WRITE_WHOLE = 256 << 10  # one call for a small file: copying it costs less than many calls
 _MAX_HOLE = 64 << 10  # larger holes between columns stay sparse
 
 # The types that Arrow lacks, or that it would not store one value after the other.
@@ -73,22 +75,26 @@ def write(
     for i, strings in texts.items():
         crcs[i] = zlib.crc32("".join(strings).encode(), crcs[i])
     header = _header(entry, schema, [len(column_rows) for column_rows in rows], crcs)
-    head, tail, parts = _stamp(
+    head, tail, tail_at, parts = _stamp(
         _one_row_file(schema, header, texts),
         schema,
         [len(column_rows) for column_rows in rows],
         entry.num_samples,
     )
-    end = parts[-1].offset + rows[-1].nbytes if parts else len(head)
-    end = round_up(max(end, len(head)), _ALIGNMENT)
     pieces = [(0, memoryview(head))]
     pieces += [(part.offset, d.data) for part, d in zip(parts, data, strict=True) if d.size]
-    pieces += [(end, memoryview(tail))]
+    pieces += [(tail_at, memoryview(tail))]
+    size = tail_at + len(tail)
     for start, stop in _runs(pieces):
         files.allocate(fd, start, stop - start)
+    if size <= _WRITE_WHOLE:
+        whole = bytearray(size)
+        for offset, piece in pieces:
+            whole[offset : offset + len(piece)] = piece
+        pieces = [(0, memoryview(whole))]
     for offset, piece in pieces:
         files.write_at(fd, piece, offset)
-    return dataclasses.replace(entry, format=NAME, size_bytes=end + len(tail), parts=tuple(parts))
+    return dataclasses.replace(entry, format=NAME, size_bytes=size, parts=tuple(parts))
 
 
 def check(fd: int, path: str, entry: Entry) -> None:
@@ -261,11 +267,15 @@ def _is_primitive(column: Column) -> bool:
     return column.row_shape in ((), (1,)) and not column.dtype.startswith("complex")
 
 
-def _array_of_one(column: Column, strings: list[str] | None) -> pa.Array:
-    """One row of ``column``, for the template."""
-    if strings is not None:
-        codes = pa.array([0], pa.int32())
-        return pa.DictionaryArray.from_arrays(codes, pa.array(strings, pa.utf8()))
+def _text_of_one(strings: list[str]) -> pa.Array:
+    codes = pa.array([0], pa.int32())
+    return pa.DictionaryArray.from_arrays(codes, pa.array(strings, pa.utf8()))
+
+
+# Half of the time that a small file takes to write.
+@functools.lru_cache(maxsize=512)
+def _array_of_one(column: Column) -> pa.Array:
+    """One row of ``column``, not text, for the template."""
     storage = column.storage.name
     value_type = _VALUE_TYPES.get(storage) or pa.from_numpy_dtype(column.storage)
     if _is_primitive(column):
@@ -281,7 +291,7 @@ def _array_of_one(column: Column, strings: list[str] | None) -> pa.Array:
 
 def _one_row_file(schema: Schema, header: str, texts: dict[int, list[str]]) -> bytearray:
     named = [
-        (column.name, _array_of_one(column, texts.get(i)))
+        (column.name, _text_of_one(texts[i]) if column.is_text else _array_of_one(column))
         for i, column in enumerate(schema.columns)
         if column.row_bytes
     ]
@@ -302,8 +312,8 @@ def _one_row_file(schema: Schema, header: str, texts: dict[int, list[str]]) -> b
 
 def _stamp(
     template: bytearray, schema: Schema, rows: list[int], num_rows: int
-) -> tuple[bytes, bytes, list[Part]]:
-    """Head, tail and parts of a file of ``num_rows`` rows, from one of a single row."""
+) -> tuple[bytes, bytes, int, list[Part]]:
+    """Head, tail, the offset of the tail, and the parts of a file of ``num_rows`` rows."""
     (footer_bytes,) = struct.unpack_from("<i", template, len(template) - 10)
     footer_at = len(template) - 10 - footer_bytes
     footer = _Flatbuffer(template, footer_at)
@@ -329,7 +339,8 @@ def _stamp(
         head.set_int64(message, 3, body_bytes)
     footer.put(footer.batch_block_at() + 16, body_bytes)
     parts = _parts(head, footer, schema, rows)
-    return bytes(template[:head_bytes]), bytes(template[head_bytes + one_row_bytes :]), parts
+    tail = bytes(template[head_bytes + one_row_bytes :])
+    return bytes(template[:head_bytes]), tail, head_bytes + body_bytes, parts
 
 
 def _parts(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, rows: list[int]) -> list[Part]:
