@@ -1,7 +1,8 @@
 """mmbuf: a memory-mapped columnar storage engine for reinforcement-learning trajectories."""
 
 from mmbuf.buffer import TrajectoryReplayBuffer
-from mmbuf.collect import Channel, TrajectoryCollector
+from mmbuf.channel import Channel
+from mmbuf.collect import TrajectoryCollector
 from mmbuf.errors import (
     ClosedError,
     CorruptError,

@@ -80,6 +80,8 @@ class TrajectoryReplayBuffer:
             raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
         if sample_window_size < 0:
             raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
+        if max_pending_bytes < 0:
+            raise ValueError(f"max_pending_bytes: expected at least 0, got {max_pending_bytes}.")
         if auto_save and not os.fspath(auto_save_path):
             raise ValueError("auto_save_path: expected a directory for auto_save=True, got none.")
         self.seed = seed
@@ -112,8 +114,13 @@ class TrajectoryReplayBuffer:
         try:
             index = TrajectoryIndex(directory)
             contents = index.contents
-            self._window.open(contents.schema, contents.entries.values(), directory)
+            try:
+                self._window.open(contents.schema, contents.entries.values(), directory)
+            except BaseException:
+                index.close()
+                raise
         except BaseException:
+            self._window.close()
             self._lock.release()
             raise
         self._next_id = contents.trajectory_counter

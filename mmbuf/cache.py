@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf import vm
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError
 from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
@@ -100,17 +101,21 @@ class TrajectoryCache:
         ``is_written`` is for one that will have no file: it may be evicted at any time. Raises
         MemoryError when it can never fit.
         """
-        with self._lock:
-            place = self._places.find(payload.rows)
-            if place is None:
-                if not self._resident and not self._retired:
-                    raise _too_large(payload.size_bytes)
-                return None
+        place = None
         try:
-            self._places.copy_in(place, payload)
-        except BaseException:
             with self._lock:
-                self._places.give_back(place)
+                place = self._places.find(payload.rows)
+                if place is None:
+                    if not self._resident and not self._retired:
+                        raise _too_large(payload.size_bytes)
+                    return None
+            self._places.copy_in(place, payload)
+        except BaseException as error:
+            if place is not None:
+                with self._lock:
+                    self._places.give_back(place)
+            if isinstance(error, OSError) and vm.is_out_of_memory(error):
+                raise MemoryError(f"a trajectory of {payload.size_bytes} bytes: {error}") from error
             raise
         slot = Slot(entry, "", payload.rows, is_written, True, place)
         with self._lock:
@@ -128,7 +133,7 @@ class TrajectoryCache:
         with self._lock:
             for i, (entry, path) in enumerate(entries):
                 rows = tuple(part.rows for part in entry.parts)
-                place = self._places.find(rows) if len(entries) - i <= cached else None
+                place = self._find_place(rows) if len(entries) - i <= cached else None
                 slot = Slot(entry, path, rows, True, False, place)
                 self._append(slot)
                 slots.append(slot)
@@ -163,7 +168,13 @@ class TrajectoryCache:
         if self._can_map:
             with self._vm_lock:
                 place = slot.place
-                if place is not None and not self._places.rewire(slot, place):
+                # Meanwhile drop_pages may have given it another place, still to be filled.
+                if place is None or not slot.is_filled:
+                    pass
+                elif not vm.CAN_REWIRE:
+                    with self._lock:
+                        self._place_anew([slot])
+                elif not self._places.rewire(slot, place):
                     self._make_cold(slot)
         self.reclaim()
 
@@ -231,31 +242,21 @@ class TrajectoryCache:
                     self._slots.pop(retired.number, None)
 
     def make_room(self) -> bool:
-        """Take the place of the oldest trajectory that has a file; False if there is none."""
+        """Take the oldest place that has a file, or wait for one to be let go; False if none."""
+        self.reclaim()
+        if self._retired:  # gathers still look at what will make room
+            return True
         with self._lock:
             slot = next((slot for slot in self._resident if slot.path), None)
         if slot is not None:
             self._make_cold(slot)
-        self.reclaim()
-        return slot is not None or bool(self._retired)
+            self.reclaim()
+        return slot is not None
 
     def drop_pages(self) -> None:
         """Give back the memory of all that can be read from a file again."""
         with self._lock:
-            again = [slot for slot in self._resident if slot.path]
-            if not again:
-                return
-            self._table.renew()
-            places = []
-            for slot in again:
-                places.append(slot.place)
-                if slot.is_filled:
-                    self._set_filled(slot, False)
-                slot.place = self._places.find(slot.rows)
-                if slot.place is not None:
-                    self._table.place(slot.number, self._places.starts(slot.place))
-            self._resident = deque(slot for slot in self._resident if slot.place is not None)
-            self._publish([_Retired([], place, None) for place in places])
+            self._place_anew([slot for slot in self._resident if slot.path])
         self.reclaim()
         self._pool.clear()
 
@@ -296,7 +297,6 @@ class TrajectoryCache:
         self._lock = threading.Lock()
         self._fill_lock = threading.Lock()
         self._vm_lock = threading.Lock()
-        self._pool.renew_lock()
         for text in self._places.texts.values():
             text.renew_lock()
         for view in (*self._busy, self._view):
@@ -363,6 +363,28 @@ class TrajectoryCache:
         for retired in leaving:
             retired.blockers = self._busy
             self._retired.append(retired)
+
+    def _place_anew(self, slots: list[Slot]) -> None:
+        """Give written slots places that are still to be filled, in exchange for theirs."""
+        self._table.renew()
+        leaving = []
+        for slot in slots:
+            leaving.append(_Retired([], slot.place, None))
+            if slot.is_filled:
+                self._set_filled(slot, False)
+            slot.is_checked = False
+            slot.place = self._find_place(slot.rows)
+            if slot.place is not None:
+                self._table.place(slot.number, self._places.starts(slot.place))
+        self._resident = deque(slot for slot in self._resident if slot.place is not None)
+        self._publish(leaving)
+
+    def _find_place(self, rows: tuple[int, ...]) -> Place | None:
+        """A place for what can be read from a file if there is none."""
+        try:
+            return self._places.find(rows)
+        except OSError:
+            return None
 
     # -- pages -----------------------------------------------------------------------------------
 

@@ -27,6 +27,13 @@ class Part(NamedTuple):
     table: Table | None = None
 
 
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """``shape`` from JSON as a tuple; ValueError unless it is ``[T, B, ...]``."""
+    if len(shape) < 2 or not all(type(n) is int and n >= 0 for n in shape) or 0 in shape[:2]:
+        raise ValueError(f"expected a shape [T, B, ...], got {shape!r}")
+    return tuple(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One trajectory of a store.
@@ -79,13 +86,10 @@ class Entry:
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> Entry:
         """The inverse of `to_json`; KeyError, TypeError or ValueError where it is none."""
-        shape = tuple(json["shape"])
-        if len(shape) < 2 or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise ValueError(f"expected a shape [T, B, ...], got {json['shape']!r}")
         return cls(
             str(json["uuid"]),
             int(json["trajectory_id"]),
-            shape,
+            checked_shape(json["shape"]),
             int(json["max_episode_length"]),
             str(json["model_weights_id"]),
             float(json["added_at"]),

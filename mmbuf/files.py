@@ -38,9 +38,11 @@ def process_id() -> int:
 
 def escape(text: str) -> str:
     """``text`` as a part of a file name: no separators or dots, bounded, one-to-one."""
-    escaped = "".join(c if c in _PLAIN else f"%{c.encode().hex()}" for c in text)
+    escaped = "".join(
+        c if c in _PLAIN else f"%{c.encode('utf-8', 'surrogatepass').hex()}" for c in text
+    )
     if len(escaped) > _MAX_NAME_BYTES:
-        digest = uuid.uuid5(uuid.NAMESPACE_OID, text).hex
+        digest = uuid.uuid5(uuid.NAMESPACE_OID, escaped).hex
         escaped = f"{escaped[: _MAX_NAME_BYTES - len(digest) - 1]}%{digest}"
     return escaped
 

@@ -39,6 +39,9 @@ _BLOCK = 256  # entries encoded at once, since json.dumps stops all other thread
 _CRC = ', "crc": "'
 _CRC_BYTES = len(_CRC) + 8 + len('"}')
 
+# What JSON of any other form than ours may raise on its way into an entry or a schema.
+_BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
+
 _log = logging.getLogger("mmbuf")
 
 
@@ -60,11 +63,7 @@ class Contents:
         if kind == "add":
             self.add(Entry.from_json(event["entry"]))
         elif kind == "schema":
-            if int(event["version"]) > VERSION:
-                raise VersionError(
-                    f"expected store version {VERSION} or older, got {event['version']}. "
-                    f"Update mmbuf."
-                )
+            _check_version(event["version"])
             self.schema = Schema.from_json(event["columns"])
         elif kind == "drop":
             for trajectory_id in event["trajectory_ids"]:
@@ -113,7 +112,7 @@ def read(directory: str) -> tuple[Contents, int]:
     offset = 0
     while offset < len(data):
         end = data.find(b"\n", offset)
-        event = _decode(data[offset:end]) if end >= 0 else None
+        event = _whole(data[offset:end]) if end >= 0 else None
         stop = end + 1 if end >= 0 else len(data)
         if event is None:
             bad = offset if bad is None else bad
@@ -121,10 +120,10 @@ def read(directory: str) -> tuple[Contents, int]:
             raise CorruptError(journal, "a damaged line before a valid one.", offset=bad)
         else:
             try:
-                contents.apply(event)
+                contents.apply(json.loads(event))
             except VersionError as error:
                 raise VersionError(f"{journal}: {error}") from None
-            except (KeyError, TypeError, ValueError) as error:
+            except _BAD as error:
                 raise CorruptError(journal, f"not an event: {error!r}.", offset=offset) from error
             valid = stop
         offset = stop
@@ -166,7 +165,9 @@ class TrajectoryIndex:
         self._snapshot_bytes = files.length(self._fd)
 
     def add(self, schema: Schema, entry: Entry) -> None:
-        """A file was published."""
+        """A file was published; ValueError, and nothing said, if its id is there already."""
+        if entry.trajectory_id in self.contents.entries:
+            raise ValueError(f"trajectory_id {entry.trajectory_id} twice")
         lines = b""
         if self.contents.schema is None:
             lines = _encode({"event": "schema", "version": VERSION, "columns": schema.to_json()})
@@ -279,9 +280,9 @@ def _read_snapshot(path: str, contents: Contents) -> None:
     data = files.read(path)
     try:
         snapshot = json.loads(data)
-        event = {"event": "schema", "version": snapshot["version"], "columns": snapshot["schema"]}
+        _check_version(snapshot["version"])
         if snapshot["schema"] is not None:
-            contents.apply(event)
+            contents.schema = Schema.from_json(snapshot["schema"])
         for trajectory_id in snapshot["trajectory_id_list"]:
             contents.add(Entry.from_json(snapshot["trajectory_index"][str(trajectory_id)]))
         contents.trajectory_counter = max(
@@ -290,8 +291,15 @@ def _read_snapshot(path: str, contents: Contents) -> None:
         contents.unsynced.clear()
     except VersionError as error:
         raise VersionError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except _BAD as error:
         raise CorruptError(path, f"not an index: {error!r}.") from error
+
+
+def _check_version(version: Any) -> None:
+    if int(version) > VERSION:
+        raise VersionError(
+            f"expected store version {VERSION} or older, got {version}. Update mmbuf."
+        )
 
 
 def _encode(event: dict[str, Any]) -> bytes:
@@ -299,10 +307,9 @@ def _encode(event: dict[str, Any]) -> bytes:
     return body + f'{_CRC}{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-def _decode(line: bytes) -> dict[str, Any] | None:
-    """The event of a line without its end, None if the line is not whole."""
+def _whole(line: bytes) -> bytes | None:
+    """A line without its end, None if it is not as it was written."""
     body, suffix = line[:-_CRC_BYTES], line[-_CRC_BYTES:]
     if suffix != f'{_CRC}{zlib.crc32(body):08x}"}}'.encode():
         return None
-    event: dict[str, Any] = json.loads(line)
-    return event
+    return line

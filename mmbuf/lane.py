@@ -15,7 +15,7 @@ dense
 Ranges are reserved once, as large as they may ever grow, and rows go round in them: a soft limit
 decides when the ring turns, and doubles while the live rows do not fit below it. So nothing is ever
 moved, and page tables stay proportional to what is live. Extents are given back to the ring, and
-their pages to the system, oldest first.
+their pages to the system, oldest first. The live ones lie in *runs*, each without a turn in it.
 """
 
 from __future__ import annotations
@@ -74,25 +74,28 @@ class Lane:
             for range_, column in zip(self.ranges, columns, strict=True)
         ]
         self._limit = min(self._size, max(_FIRST_LIMIT, 2 * self._page))
-        self._live: deque[Extent] = deque()  # oldest first
-        self._head = 0  # where the newest extent ends
-        self._tail = 0  # pages from here on may hold live rows (a page boundary)
-        self._committed = 0  # up to here the bytes from the head on have anonymous pages
+        self._runs: deque[deque[Extent]] = deque()  # oldest first, and so is each of them
+        self._committed = 0  # up to here the bytes behind the newest extent have anonymous pages
 
     def place(self, num_rows: int) -> Extent | None:
         """Take the next ``num_rows`` rows of the ring; None when there is no room now.
 
         Dense extents have anonymous pages at once. OSError when there is no memory.
         """
-        extent = self._find(num_rows * self.row_bytes)
+        size = num_rows * self.row_bytes
+        step = self._step(size)
+        head = self._runs[-1][-1].stop if self._runs else 0
+        extent = self._fit(head, size, step) or self._fit_elsewhere(size, step)
         if extent is None:
             return None
-        if extent.start < self._head:  # the ring turns
+        is_new_run = not self._runs or extent.start != round_up(head, step or self.row_bytes)
+        if is_new_run:
             self._committed = 0
         if not extent.is_mappable:
             self._commit_dense(extent)
-        self._head = extent.stop
-        self._live.append(extent)
+        if is_new_run:
+            self._runs.append(deque())
+        self._runs[-1].append(extent)
         return extent
 
     def commit(self, extent: Extent) -> None:
@@ -103,12 +106,23 @@ class Lane:
     def release(self, extent: Extent) -> None:
         """Give back the extent's rows, and the pages that only released extents lie in."""
         extent.is_released = True
-        while self._live and self._live[0].is_released:
-            oldest = self._live.popleft()
+        while self._runs and self._runs[0][0].is_released:
+            run = self._runs[0]
+            oldest = run.popleft()
             # A dense extent's last page may hold the first rows of the next one.
-            tail = _floor(self._live[0].start if self._live else self._head)
-            self._give_back(self._tail, round_up(oldest.stop, PAGE) if tail < self._tail else tail)
-            self._tail = tail
+            stop = _floor(run[0].start) if run else round_up(oldest.stop, PAGE)
+            self._give_back(_floor(oldest.start), stop)
+            if not run:
+                self._runs.popleft()
+        # What was taken last and never used, since a later step of adding it failed.
+        while self._runs and self._runs[-1][-1].is_released:
+            newest = self._runs[-1].pop()
+            start = newest.start if newest.is_mappable else round_up(newest.start, PAGE)
+            self._give_back(start, round_up(newest.stop, PAGE))
+            self._committed = min(self._committed, start)
+            if not self._runs[-1]:
+                self._runs.pop()
+                self._committed = 0
 
     def close(self) -> None:
         for range_ in self.ranges:
@@ -123,26 +137,40 @@ class Lane:
             return self._huge_page
         return self._page if round_up(size, self._page) <= _MAX_STRETCH * size else 0
 
-    def _find(self, size: int) -> Extent | None:
-        step = self._step(size)
-        if self._live and self._live[0].start >= self._head:  # the newest lie below the oldest
-            return _fit(self._head, self._tail, self.row_bytes, size, step)
+    def _fit(self, head: int, size: int, step: int) -> Extent | None:
+        """The extent of ``size`` bytes from ``head`` on, None if its pages would cross the roof."""
+        start = round_up(head, step or self.row_bytes)
+        stop = start + round_up(size, step or 1)
+        fits = round_up(stop, PAGE) <= self._roof(head)
+        return Extent(start, stop, step > 0) if fits else None
+
+    def _fit_elsewhere(self, size: int, step: int) -> Extent | None:
+        """The extent where the newest run cannot go on: at the start, or above all others."""
         while True:
-            extent = _fit(self._head, self._limit, self.row_bytes, size, step)
             # Turning for a short stretch only would make the ring turn all the time.
-            if extent is None and (2 * self._tail >= self._limit or self._limit == self._size):
-                extent = _fit(0, self._tail, self.row_bytes, size, step)
-            if extent is not None or self._limit == self._size:
-                return extent
+            if 2 * self._roof(0) >= self._limit or self._limit == self._size:
+                extent = self._fit(0, size, step)
+                if extent is not None:
+                    return extent
+            if self._limit == self._size:
+                return None
             self._limit = min(2 * self._limit, self._size)
+            top = max((run[-1].stop for run in self._runs), default=0)
+            extent = self._fit(round_up(top, PAGE), size, step)
+            if extent is not None:
+                return extent
+
+    def _roof(self, head: int) -> int:
+        """Where the free bytes from ``head`` on end."""
+        starts = [_floor(run[0].start) for run in self._runs if run[0].start >= head]
+        return min(starts, default=self._limit)
 
     def _commit_dense(self, extent: Extent) -> None:
         start, stop = _floor(extent.start), round_up(extent.stop, PAGE)
         if stop <= self._committed:
             return
         # Ahead of need, since a system call per column and trajectory would cost more than a copy.
-        roof = self._tail if extent.start < self._tail else self._limit
-        stop = max(stop, min(start + _COMMIT_STEP, roof))
+        stop = max(stop, min(start + _COMMIT_STEP, self._roof(extent.start)))
         for range_ in self.ranges:
             range_.commit(start, stop)
         self._committed = stop
@@ -151,13 +179,6 @@ class Lane:
         if start < stop:
             for range_ in self.ranges:
                 range_.release(start, stop)
-
-
-def _fit(head: int, roof: int, row_bytes: int, size: int, step: int) -> Extent | None:
-    """The extent of ``size`` bytes from ``head`` on, None if its pages would cross ``roof``."""
-    start = round_up(head, step or row_bytes)
-    stop = start + round_up(size, step or 1)
-    return Extent(start, stop, step > 0) if round_up(stop, PAGE) <= roof else None
 
 
 def _floor(position: int) -> int:

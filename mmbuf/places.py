@@ -17,7 +17,6 @@ import torch
 
 from mmbuf import files, vm
 from mmbuf.entry import Entry, Part
-from mmbuf.errors import CorruptError
 from mmbuf.formats import arrow
 from mmbuf.lane import MAP_THRESHOLD, Extent, Lane, lanes_of
 from mmbuf.schema import Array, Payload, Schema, TextTable
@@ -132,12 +131,15 @@ class Places:
             return False
         try:
             with files.opened(slot.path) as fd:
-                _check(fd, slot)
+                self._check(fd, slot)
                 for position, lane, extent, i in columns:
                     offset = slot.entry.parts[position].offset
                     lane.ranges[i].map_file(extent.start, extent.stop, fd, offset)
                 self._read_in(fd, slot, place, {position for position, *_ in columns})
         except BaseException as error:
+            # The next try may map other columns, and must find no mapping where it copies.
+            for _, lane, extent, i in columns:
+                lane.ranges[i].release(extent.start, extent.stop)
             vm.MAPS.give_back(len(columns))
             if isinstance(error, OSError) and vm.is_out_of_memory(error):
                 return False
@@ -154,7 +156,9 @@ class Places:
         columns = self._columns_to_map(slot, place)
         if not columns:
             return True
-        if not vm.CAN_REWIRE or not vm.MAPS.take(len(columns)):
+        if place.num_maps:  # it is already, and what came after that failed
+            return True
+        if not vm.MAPS.take(len(columns)):
             return False
         place.num_maps = len(columns)
         try:
@@ -173,7 +177,7 @@ class Places:
         Of text columns the codes.
         """
         with files.opened(slot.path) as fd:
-            _check(fd, slot)
+            self._check(fd, slot)
             arrow.read_rows(fd, slot.path, slot.entry, self.schema, rows, leaves, targets)
             for position, text in self.texts.items():
                 codes = _codes(fd, slot, slot.entry.parts[position], text)
@@ -184,6 +188,11 @@ class Places:
         for lane in self.lanes:
             lane.close()
 
+    def _check(self, fd: int, slot: Slot) -> None:
+        if not slot.is_checked:
+            arrow.check(fd, slot.path, slot.entry, self.schema)
+            slot.is_checked = True
+
     def _columns_to_map(self, slot: Slot, place: Place) -> list[tuple[int, Lane, Extent, int]]:
         """Position, lane, extent and range of each column whose file part is to be mapped."""
         threshold = MAP_THRESHOLD * (_SHORT_OF_MAPS if vm.MAPS.is_short else 1)
@@ -192,7 +201,9 @@ class Places:
             if home is None or not self._can_map:
                 continue
             lane, extent = self.lanes[home[0]], place.extents[home[0]]
-            if extent.is_mappable and slot.rows[position] * lane.row_bytes >= threshold:
+            is_aligned = slot.entry.parts[position].offset % vm.PAGE == 0
+            size = slot.rows[position] * lane.row_bytes
+            if extent.is_mappable and is_aligned and size >= threshold:
                 found.append((position, lane, extent, home[1]))
         return found
 
@@ -213,21 +224,14 @@ class Places:
                 rows[...] = _codes(fd, slot, part, text)
 
 
-def _check(fd: int, slot: Slot) -> None:
-    if not slot.is_checked:
-        arrow.check(fd, slot.path, slot.entry)
-        slot.is_checked = True
-
-
 def _codes(fd: int, slot: Slot, part: Part, text: TextTable) -> Array:
     """A text column of a file, in the codes of ``text``."""
     assert part.table is not None
     codes = np.empty(part.rows, np.int32)
     arrow.read_part(fd, slot.path, part, codes)
-    table = text.encode(arrow.read_table(fd, slot.path, part.table))
-    if not 0 <= int(codes.min()) <= int(codes.max()) < len(table):
-        raise CorruptError(slot.path, "text codes beyond the text.", offset=part.offset)
-    return table[codes]
+    strings = arrow.read_table(fd, slot.path, part.table)
+    arrow.check_codes(codes, strings, slot.path, part)
+    return text.encode(strings)[codes]
 
 
 def _reserve(schema: Schema, reserved_bytes: int, can_map: bool) -> list[Lane]:

@@ -8,7 +8,8 @@ is gone, and what somebody holds is never handed out again.
 from __future__ import annotations
 
 import math
-import threading
+import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,51 +22,53 @@ _MAX_IDLE_BYTES = 512 << 20
 
 
 class BatchPool:
-    """Arrays over blocks of reused memory. Thread-safe."""
+    """Arrays over blocks of reused memory. Thread-safe, without a lock.
+
+    Blocks come back by finalizers, which run in any thread in the middle of anything; so all that
+    is done to the idle lists is one append or pop at a time.
+    """
 
     def __init__(self, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
-        self._max_idle_bytes = max_idle_bytes
+        self.max_idle_bytes = max_idle_bytes
         self._idle: dict[int, list[int]] = {}
-        self._lock = threading.Lock()  # guards _idle's keys and the trimming, not the lists
+        weakref.finalize(self, _free, self._idle).atexit = False
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An uninitialised array, like ``numpy.empty``; its memory comes back by itself."""
         size = math.prod(shape) * dtype.itemsize
         block_bytes = vm.round_up(size, vm.HUGE_PAGE)
-        idle = self._idle.get(block_bytes)
-        if idle is None:
-            with self._lock:
-                idle = self._idle.setdefault(block_bytes, [])
         try:
-            address = idle.pop()
+            address = self._idle.setdefault(block_bytes, []).pop()
         except IndexError:
-            self._trim()
             address = vm.new_block(block_bytes)
-        # list.append alone: the finalizer may run in any thread, in the middle of anything.
-        return vm.lend_block(address, size, idle.append).view(dtype).reshape(shape)
+        give_back = partial(_give_back, weakref.ref(self), block_bytes)
+        return vm.lend_block(address, size, give_back).view(dtype).reshape(shape)
 
     @property
     def idle_bytes(self) -> int:
         return sum(size * len(idle) for size, idle in list(self._idle.items()))
 
+    def keep(self, block_bytes: int, address: int) -> None:
+        """Take a block for later use."""
+        self._idle.setdefault(block_bytes, []).append(address)
+
     def clear(self) -> None:
         """Give the idle blocks back to the system; lent ones come back to the pool later."""
-        with self._lock:
-            self._shrink(0)
+        _free(self._idle)
 
-    def _trim(self) -> None:
-        if self.idle_bytes > self._max_idle_bytes:
-            with self._lock:
-                self._shrink(self._max_idle_bytes)
 
-    def _shrink(self, max_idle_bytes: int) -> None:
-        for size, idle in self._idle.items():
-            while idle and self.idle_bytes > max_idle_bytes:
-                try:
-                    vm.free_block(idle.pop(), size)
-                except IndexError:  # another thread took the last one
-                    break
+def _give_back(pool: weakref.ref[BatchPool], block_bytes: int, address: int) -> None:
+    owner = pool()
+    if owner is None or owner.idle_bytes + block_bytes > owner.max_idle_bytes:
+        vm.free_block(address, block_bytes)
+    else:
+        owner.keep(block_bytes, address)
 
-    def renew_lock(self) -> None:
-        """Make the lock anew, in a forked child."""
-        self._lock = threading.Lock()
+
+def _free(idle: dict[int, list[int]]) -> None:
+    for size, addresses in list(idle.items()):
+        while addresses:
+            try:
+                vm.free_block(addresses.pop(), size)
+            except IndexError:  # another thread took the last one
+                break

@@ -75,6 +75,8 @@ class Column:
     row_shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise SchemaError("column: expected a path of at least one key, got none.")
         if self.dtype not in _STORAGE:
             raise SchemaError(
                 f"column {self.name!r}: expected a dtype among {', '.join(_STORAGE)}, "
@@ -133,6 +135,11 @@ class Schema:
                     raise SchemaError(
                         f"column {'.'.join(path[:cut])!r}: expected a leaf or a dict, got both."
                     )
+        self.viewed = [
+            (i, column.viewed_as)
+            for i, column in enumerate(self.columns)
+            if column.viewed_as is not None
+        ]
         # For nest(): each dict with its keys in their order, parents first; which dict goes where;
         # and the dict and key of each leaf.
         self._dicts: list[dict[str, Any]] = [{}]
@@ -492,7 +499,7 @@ def _extra_steps(column: Column, length: int, width: int, num_steps: int, num_en
             f"got {width} of shape [T, B, ...]."
         )
     extra = length - num_steps
-    if column.path not in LEADING and column.path not in TRAILING:
+    if column.is_text or (column.path not in LEADING and column.path not in TRAILING):
         raise SchemaError(
             f"column {column.name!r}: expected T = {num_steps} steps as in the other columns, "
             f"got {length}."
@@ -510,12 +517,12 @@ def _copy(rows: Array, leaf: Any, column: Column) -> None:
     if not rows.nbytes:
         return
     if isinstance(leaf, np.ndarray):
-        # torch takes neither negative strides nor foreign byte orders, and warns of read-only ones.
+        # torch takes no negative or odd strides and no foreign byte order, and warns of read-only.
         if (
             rows.nbytes >= _TORCH_COPY_BYTES
             and leaf.flags.writeable
             and leaf.dtype == rows.dtype
-            and min(leaf.strides) >= 0
+            and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides)
         ):
             torch.from_numpy(rows).copy_(torch.from_numpy(leaf))
         else:

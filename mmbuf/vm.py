@@ -140,9 +140,10 @@ def _max_map_count() -> int:
         return 65_530
 
 
-# A mapping may cost two VMAs (itself, and one that it splits), and torch, allocators and threads
-# need some as well; so the budget is 45 % of the limit, and what evicts can never fail for want.
-MAPS = MapBudget(int(0.45 * _max_map_count()))
+# A mapping may cost three VMAs (itself, and the anonymous pages on both sides of it), and torch,
+# allocators and threads need some as well; so the budget is 30 % of the limit, and what evicts can
+# never fail for want of one.
+MAPS = MapBudget(int(0.3 * _max_map_count()))
 
 
 class AddressRange:
@@ -156,6 +157,8 @@ class AddressRange:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = round_up(size_bytes, HUGE_PAGE)
         self.address = _reserve(self.size_bytes, HUGE_PAGE)
+        self._release_all = weakref.finalize(self, _munmap, self.address, self.size_bytes)
+        self._release_all.atexit = False
 
     def array(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """All rows ``[rows, *row_shape]`` that the range has room for; a view."""
@@ -164,6 +167,7 @@ class AddressRange:
             row_bytes *= size
         rows = self.size_bytes // row_bytes
         memory: Any = (ctypes.c_char * (rows * row_bytes)).from_address(self.address)
+        memory.owner = self  # the addresses live at least as long as an array over them
         array: np.ndarray[Any, Any] = np.frombuffer(memory, dtype)
         return array.reshape(rows, *row_shape)
 
@@ -218,9 +222,7 @@ class AddressRange:
 
     def close(self) -> None:
         """Give the addresses back too. No array over the range may be touched any more."""
-        if self.size_bytes:
-            _munmap(self.address, self.size_bytes)
-            self.size_bytes = 0
+        self._release_all()
 
 
 def map_privately(fd: int, size_bytes: int) -> np.ndarray[Any, Any]:

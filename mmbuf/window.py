@@ -47,7 +47,6 @@ class Window:
         self._directories: dict[int, str] = {}
         self._slots: dict[int, Slot] = {}  # of the window, and of those not written yet
         self._leaving: deque[int] = deque()
-        self._viewed: list[tuple[int, torch.dtype]] = []
         self._seeds = np.random.SeedSequence(seed)
         self.generator = np.random.default_rng(self._seeds)
         self._num_forks = 0
@@ -76,11 +75,6 @@ class Window:
             cache_size=self._cache_size,
             can_map=self._can_map,
         )
-        self._viewed = [
-            (i, column.viewed_as)
-            for i, column in enumerate(schema.columns)
-            if column.viewed_as is not None
-        ]
         return self.cache
 
     def add(self, slot: Slot) -> None:
@@ -153,7 +147,7 @@ class Window:
         if out is not None:
             cache.gather(draw, _targets(cache.schema, out, num_chunks))
             return out  # type: ignore[return-value]
-        return self._batch(cache.schema, cache.gather(draw))
+        return _batch(cache.schema, cache.gather(draw))
 
     def get_trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory ``[T, B, ...]``, left-out steps included.
@@ -177,7 +171,7 @@ class Window:
                     f"trajectory {trajectory_id}: no longer in memory, and it has no file."
                 )
             path = files.join(self._directories[trajectory_id], entry.file)
-            leaves = arrow.map_columns(path, entry, schema)
+            leaves = arrow.map_columns(path, entry, schema, can_map=self._can_map)
         return Trajectory.from_columns(
             schema.nest(
                 [
@@ -208,13 +202,15 @@ class Window:
         if self.cache is not None:
             self.cache.renew_locks()
 
-    def _batch(self, schema: Schema, leaves: list[Leaf]) -> Batch:
-        tensors: list[Any] = [
-            leaf if isinstance(leaf, list) else torch.from_numpy(leaf) for leaf in leaves
-        ]
-        for position, dtype in self._viewed:
-            tensors[position] = tensors[position].view(dtype)
-        return schema.nest(tensors)
+
+def _batch(schema: Schema, leaves: list[Leaf]) -> Batch:
+    """Arrays in storage dtype as the nested dict of tensors; views."""
+    tensors: list[Any] = [
+        leaf if isinstance(leaf, list) else torch.from_numpy(leaf) for leaf in leaves
+    ]
+    for position, dtype in schema.viewed:
+        tensors[position] = tensors[position].view(dtype)
+    return schema.nest(tensors)
 
 
 def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Leaf]:
@@ -227,7 +223,13 @@ def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Le
                 raise _misfit(column, shape, leaf)
             targets.append(leaf)
             continue
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_cpu or leaf.requires_grad:
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or not leaf.is_cpu
+            or leaf.requires_grad
+            or leaf.is_conj()
+            or leaf.is_neg()
+        ):
             raise _misfit(column, shape, leaf)
         if column.viewed_as is not None:
             if leaf.dtype != column.viewed_as:
@@ -245,6 +247,7 @@ def _misfit(column: Column, shape: tuple[int, ...], leaf: object) -> SchemaError
         came = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}"
         came += "" if leaf.is_contiguous() else ", not contiguous"
         came += ", requires grad" if leaf.requires_grad else ""
+        came += ", a conjugate or negative view" if leaf.is_conj() or leaf.is_neg() else ""
     else:
         came = type(leaf).__name__
     expected = "a list of str" if column.is_text else f"a contiguous {column.dtype} {shape} on cpu"

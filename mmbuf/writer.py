@@ -50,6 +50,7 @@ class TrajectoryWriter:
         self.pending_bytes = 0
         self._is_running = False
         self._failure: BaseException | None = None
+        self._published: tuple[Slot, Entry, str] | None = None  # and not yet told to the cache
 
     @property
     def num_pending(self) -> int:
@@ -68,8 +69,8 @@ class TrajectoryWriter:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise WriteError(
-                f"{self._index.directory}: a trajectory could not be written: {failure}. "
-                f"It stays in memory; flush() tries again."
+                f"{self._index.directory}: could not be written to: {failure}. "
+                f"What has no file stays in memory; flush() tries again."
             ) from failure
 
     def wait_for_room(self, size_bytes: int) -> None:
@@ -93,6 +94,7 @@ class TrajectoryWriter:
         self.raise_failure()
         self._wait(lambda: not self._pending)
         self._call(self._after_flush, sync)
+        self.raise_failure()  # of a snapshot, which comes after the last trajectory
 
     def clear(self) -> None:
         """Journal that all trajectories are gone, and unlink them. Nothing may be pending."""
@@ -156,6 +158,16 @@ class TrajectoryWriter:
                 self._changed.notify_all()
 
     def _write(self, cache: TrajectoryCache, slot: Slot) -> None:
+        # What is published is not published again when only what follows has failed.
+        if self._published is None or self._published[0] is not slot:
+            self._published = (slot, *self._publish(cache, slot))
+        _, entry, path = self._published
+        self._on_written(entry)
+        cache.written(slot, entry, path)
+        self._published = None
+
+    def _publish(self, cache: TrajectoryCache, slot: Slot) -> tuple[Entry, str]:
+        """Write the slot's file, give it its name and journal it; its entry and path."""
         entry = slot.entry
         name = f"trajectory_{entry.trajectory_id}_{files.escape(entry.model_weights_id)}"
         path = files.join(self._index.directory, name + arrow.EXTENSION)
@@ -177,8 +189,7 @@ class TrajectoryWriter:
         except BaseException:
             files.unlink(path)
             raise
-        self._on_written(entry)
-        cache.written(slot, entry, path)
+        return entry, path
 
     def _after_flush(self, sync: bool) -> None:
         if self._index.is_snapshot_due():

@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 
 from mmbuf import files
-from mmbuf.entry import Entry, Part, Table
+from mmbuf.entry import Entry, Part, Table, checked_shape
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.schema import Array, Column, Schema
 from mmbuf.vm import HUGE_PAGE, map_privately, round_up
@@ -97,8 +97,11 @@ def write(
     return dataclasses.replace(entry, format=NAME, size_bytes=size, parts=tuple(parts))
 
 
-def check(fd: int, path: str, entry: Entry) -> None:
-    """CorruptError unless the open file can be the one that ``entry`` speaks of."""
+def check(fd: int, path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless the open file can be the one that ``entry`` speaks of.
+
+    Then all its parts lie inside the file, so that none of it can be read beyond the end.
+    """
     size = files.length(fd)
     if size != entry.size_bytes:
         raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
@@ -109,17 +112,28 @@ def check(fd: int, path: str, entry: Entry) -> None:
         raise CorruptError(
             path, f"expected trajectory {entry.uuid} in the header, got another one's."
         )
+    for column, part in zip(schema.columns, entry.parts, strict=True):
+        if part.rows < entry.num_samples or not _is_within(part, column.row_bytes, size):
+            raise CorruptError(
+                path, f"column {column.name!r}: expected its part inside the file, got {part}."
+            )
 
 
-def map_columns(path: str, entry: Entry, schema: Schema) -> list[Array | list[str]]:
+def map_columns(
+    path: str, entry: Entry, schema: Schema, *, can_map: bool
+) -> list[Array | list[str]]:
     """All rows of each column, left-out ones too; text as strings.
 
     Writable views of one private mapping of the file, which dies with the last of them. Columns
-    are only read where they are looked at.
+    are only read where they are looked at. Without ``can_map`` all is read into memory.
     """
     with files.opened(path) as fd:
-        check(fd, path, entry)
-        memory = map_privately(fd, entry.size_bytes)
+        check(fd, path, entry, schema)
+        if can_map:
+            memory = map_privately(fd, entry.size_bytes)
+        else:
+            memory = np.empty(entry.size_bytes, np.uint8)
+            _read_into(fd, path, memory.data, 0)
         leaves: list[Array | list[str]] = []
         for column, part in zip(schema.columns, entry.parts, strict=True):
             data = memory[part.offset : part.offset + part.rows * column.row_bytes]
@@ -128,6 +142,7 @@ def map_columns(path: str, entry: Entry, schema: Schema) -> list[Array | list[st
                 leaves.append(rows)
             else:
                 strings = read_table(fd, path, part.table)
+                check_codes(rows, strings, path, part)
                 leaves.append([strings[code] for code in rows.tolist()])
     return leaves
 
@@ -168,11 +183,23 @@ def read_rows(
             _read_into(fd, path, row_view, part.offset + row * step)
 
 
+def check_codes(codes: Array, strings: list[str], path: str, part: Part) -> None:
+    """CorruptError unless all ``codes`` are places in ``strings``."""
+    if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
+        raise CorruptError(path, "text codes beyond the text.", offset=part.offset)
+
+
 def read_table(fd: int, path: str, table: Table) -> list[str]:
     """The strings of a text column."""
-    ends = np.frombuffer(files.read_at(fd, 4 * (table.num_strings + 1), table.offsets_at), "<i4")
+    offsets = files.read_at(fd, 4 * (table.num_strings + 1), table.offsets_at)
     data = files.read_at(fd, table.num_bytes, table.bytes_at)
-    if len(ends) != table.num_strings + 1 or (np.diff(ends) < 0).any() or ends[-1] > len(data):
+    ends = np.frombuffer(offsets[: len(offsets) // 4 * 4], "<i4")
+    if (
+        len(ends) != table.num_strings + 1
+        or ends[0] < 0
+        or (np.diff(ends) < 0).any()
+        or ends[-1] > len(data)
+    ):
         raise CorruptError(path, "text offsets do not fit the text.", offset=table.offsets_at)
     try:
         return [data[a:b].decode() for a, b in itertools.pairwise(ends.tolist())]
@@ -204,11 +231,10 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             head = _Flatbuffer(bytearray(files.read_at(fd, head_bytes, 0)))
             rows = [int(column["rows"]) for column in header["columns"]]
             parts = _parts(head, footer, schema, rows)
-            shape = tuple(int(n) for n in header["shape"])
             entry = Entry(
                 str(header["uuid"]),
                 int(header["trajectory_id"]),
-                shape,
+                checked_shape(header["shape"]),
                 int(header["max_episode_length"]),
                 str(header["model_weights_id"]),
                 float(header["added_at"]),
@@ -218,7 +244,17 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
                 tuple(parts),
             )
             crcs = [int(column["crc32"], 16) for column in header["columns"]]
-        except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
+            for column, part in zip(schema.columns, parts, strict=True):
+                if part.rows < entry.num_samples or not _is_within(part, column.row_bytes, size):
+                    raise ValueError(f"column {column.name!r} lies at {part}")
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RuntimeError,
+            struct.error,
+        ) as error:
             raise CorruptError(path, f"the header or footer does not hold: {error!r}.") from error
     return entry, schema, crcs
 
@@ -334,7 +370,7 @@ def _stamp(
         head.put(owned[-1], offset - head_bytes)
         head.put(owned[-1] + 8, size)
         offset += size
-    body_bytes = round_up(offset, _ALIGNMENT) - head_bytes
+    body_bytes = round_up(offset, _ALIGNMENT) - head_bytes if one_row_bytes else 0
     if one_row_bytes:  # 0 is a flatbuffer's default and has no place to stamp
         head.set_int64(message, 3, body_bytes)
     footer.put(footer.batch_block_at() + 16, body_bytes)
@@ -392,6 +428,15 @@ def _alignment(size: int) -> int:
     if size >= HUGE_PAGE:
         return HUGE_PAGE
     return _WIDE_ALIGNMENT if size >= _WIDE else _ALIGNMENT
+
+
+def _is_within(part: Part, row_bytes: int, size: int) -> bool:
+    """Whether all of a column's part lies in a file of ``size`` bytes."""
+    spans = [(part.offset, part.rows * row_bytes)]
+    if part.table is not None:
+        spans.append((part.table.offsets_at, 4 * (part.table.num_strings + 1)))
+        spans.append((part.table.bytes_at, part.table.num_bytes))
+    return all(0 <= start <= start + length <= size for start, length in spans)
 
 
 def _runs(pieces: list[tuple[int, memoryview]]) -> list[tuple[int, int]]:

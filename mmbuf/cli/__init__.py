@@ -1,0 +1,50 @@
+"""The command line: `mmbuf COMMAND`. One file per command, one line below that registers it."""
+
+from __future__ import annotations
+
+import sys
+
+import mmbuf
+from mmbuf.errors import MmbufError
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ModuleNotFoundError as error:
+    _missing = error.name
+else:
+    _missing = None
+
+    from mmbuf.cli import demo
+
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        # A traceback in a box hides what a bug report needs.
+        pretty_exceptions_enable=False,
+    )
+
+    app.command()(demo.demo)
+
+    def _show_version(is_asked: bool) -> None:
+        if is_asked:
+            typer.echo(f"mmbuf {mmbuf.__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def _root(
+        version: bool = typer.Option(
+            False, "--version", callback=_show_version, is_eager=True, help="Show the version."
+        ),
+    ) -> None:
+        """Memory-mapped columnar storage for reinforcement-learning trajectories."""
+
+
+def main() -> None:
+    """Run the command line. What a user can mend is one message on stderr and exit code 1."""
+    if _missing is not None:
+        sys.exit(f'mmbuf: the command needs {_missing}. Install it: pip install "mmbuf[cli]"')
+    try:
+        app()
+    except (MmbufError, OSError) as error:
+        sys.exit(f"mmbuf: {error}")

@@ -1,0 +1,502 @@
+"""The door to the disk: names, whole writes, atomic replacement, locks; what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmbuf
+from mmbuf import files
+from mmbuf.errors import LockedError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def no_space(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def test_letters_digits_dashes_and_underscores_stay_as_they_are() -> None:
+    assert files.escape("Weights-7_b") == "Weights-7_b"
+
+
+def test_an_empty_text_stays_empty() -> None:
+    assert files.escape("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a/b", "a%2fb"),
+        ("..", "%2e%2e"),
+        (".hidden", "%2ehidden"),
+        ("a\\b", "a%5cb"),
+        ("100%", "100%25"),
+        ("a b", "a%20b"),
+        ("é", "%c3a9"),
+        ("日", "%e697a5"),
+        ("\0\n", "%00%0a"),
+    ],
+)
+def test_all_other_characters_become_their_bytes(text: str, name: str) -> None:
+    assert files.escape(text) == name
+
+
+def test_lone_surrogates_have_names_too() -> None:
+    texts = ["\ud800", "\udc00", "?", "", "\ud800" * 100, "\udc00" * 100]
+    names = [files.escape(text) for text in texts]
+    assert len(set(names)) == len(texts)
+    assert all(map(is_safe, names))
+
+
+def is_safe(name: str) -> bool:
+    return name.isascii() and not set(name) & set('/\\.\0 :*?"<>|') and len(name) <= 200
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=2, unique=True))
+def test_distinct_texts_have_distinct_safe_names(texts: list[str]) -> None:
+    names = [files.escape(text) for text in texts]
+    assert len(set(names)) == len(texts)
+    assert all(map(is_safe, names))
+
+
+@pytest.mark.parametrize("unit", ["a", "é", "/", "日本"])
+def test_long_texts_have_bounded_distinct_names(unit: str) -> None:
+    texts = [unit * count for count in (*range(190, 210), 1000, 100_000)]
+    texts += [unit * 1000 + "x", "x" + unit * 1000]
+    names = [files.escape(text) for text in texts]
+    assert len(set(names)) == len(texts)
+    assert all(map(is_safe, names))
+
+
+def test_a_name_of_200_bytes_is_not_shortened() -> None:
+    assert files.escape("a" * 200) == "a" * 200
+    assert files.escape("a" * 201).startswith("a" * 167 + "%")
+
+
+def test_the_longest_name_and_its_temporary_fit_a_file_system(tmp_path: Path) -> None:
+    name = f"trajectory_{10**9}_{files.escape('é' * 1000)}.01234567.arrow"
+    temporary = files.temporary(str(tmp_path / name))
+    with files.created(temporary):
+        pass
+    files.rename(temporary, str(tmp_path / name))
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_temporary_is_a_hidden_name_beside_that_no_other_call_gives(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.arrow")
+    first, second = files.temporary(path), files.temporary(path)
+    assert first != second
+    assert os.path.dirname(first) == str(tmp_path)
+    assert os.path.basename(first).startswith(".a.arrow.")
+    assert first.endswith(".tmp")
+
+
+def test_only_temporaries_are_removed(tmp_path: Path) -> None:
+    keep = [".hidden", "tmp.notes", "a.arrow", ".writer.lock"]
+    for name in keep:
+        (tmp_path / name).write_bytes(b"")
+    Path(files.temporary(str(tmp_path / "a.arrow"))).write_bytes(b"half")
+    files.remove_temporaries(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == sorted(keep)
+
+
+def test_a_dangling_link_takes_a_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert files.exists(str(tmp_path / "link"))
+    assert not files.exists(str(tmp_path / "nowhere"))
+
+
+def test_to_unlink_what_is_not_there_is_fine(tmp_path: Path) -> None:
+    files.unlink(str(tmp_path / "nowhere"))
+
+
+def test_to_make_a_directory_that_is_there_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"x")
+    files.make_directory(str(tmp_path / "a"))
+    files.make_directory(str(tmp_path / "b" / "c"))
+    assert (tmp_path / "a" / "file").read_bytes() == b"x"
+    assert files.is_directory(str(tmp_path / "b" / "c"))
+
+
+# -- new files -----------------------------------------------------------------------------------
+
+
+def test_a_created_file_holds_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with files.created(str(path)) as fd:
+        files.write_at(fd, b"world", 5)
+        files.write_at(fd, b"hello", 0)
+    assert path.read_bytes() == b"helloworld"
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "full"), ValueError("x"), KeyboardInterrupt()])
+def test_a_created_file_is_removed_on_failure(tmp_path: Path, failure: BaseException) -> None:
+    def fail() -> None:
+        with files.created(str(tmp_path / "a")) as fd:
+            files.write_at(fd, b"half", 0)
+            raise failure
+
+    with pytest.raises(type(failure)):
+        fail()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_created_file_is_removed_when_its_close_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.close
+
+    def close(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "close", close)
+        with pytest.raises(OSError, match="Input/output"), files.created(str(tmp_path / "a")) as fd:
+            files.write_at(fd, b"whole", 0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_there_is_neither_taken_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(FileExistsError), files.created(str(tmp_path / "a")):
+        pass
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+# -- writes and reads ------------------------------------------------------------------------------
+
+
+def test_a_write_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    with files.created(str(tmp_path / "a")) as fd, monkeypatch.context() as patch:
+        patch.setattr(files.os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
+        files.write_at(fd, bytes(range(100)), 7)
+    assert (tmp_path / "a").read_bytes() == bytes(7) + bytes(range(100))
+
+
+def test_a_write_takes_memory_of_any_item_size(tmp_path: Path) -> None:
+    with files.created(str(tmp_path / "a")) as fd:
+        files.write_at(fd, memoryview(b"abcdefgh").cast("I"), 0)
+    assert (tmp_path / "a").read_bytes() == b"abcdefgh"
+
+
+def test_a_read_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    pread, preadv = os.pread, os.preadv
+    view = bytearray(50)
+    with files.opened(str(tmp_path / "a")) as fd, monkeypatch.context() as patch:
+        patch.setattr(files.os, "pread", lambda fd, size, at: pread(fd, min(size, 3), at))
+        patch.setattr(files.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:3]], at))
+        assert files.read_at(fd, 50, 10) == bytes(range(10, 60))
+        files.read_into(fd, memoryview(view), 10)
+    assert view == bytes(range(10, 60))
+
+
+def test_read_at_gives_fewer_bytes_only_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    with files.opened(str(tmp_path / "a")) as fd:
+        assert files.read_at(fd, 100, 4) == b"456789"
+        assert files.read_at(fd, 100, 10) == b""
+        assert files.read_at(fd, 0, 3) == b""
+
+
+@pytest.mark.parametrize(("offset", "end"), [(4, 10), (10, 10), (50, 50)])
+def test_read_into_beyond_the_end_is_an_eof_error(tmp_path: Path, offset: int, end: int) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    message = rf"^the file ends at byte {end}$"
+    with files.opened(str(tmp_path / "a")) as fd, pytest.raises(EOFError, match=message):
+        files.read_into(fd, memoryview(bytearray(7)), offset)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
+def test_allocated_space_is_taken_at_once(tmp_path: Path) -> None:
+    with files.created(str(tmp_path / "a")) as fd:
+        files.allocate(fd, 0, 0)
+        assert files.length(fd) == 0
+        files.allocate(fd, 1 << 20, 1 << 20)
+        status = os.fstat(fd)
+        assert status.st_size == 2 << 20
+        assert 1 << 20 <= status.st_blocks * 512 < 2 << 20
+
+
+# -- appending -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "journal").write_bytes(b"first\n")
+    fd = files.open_for_append(str(tmp_path / "journal"))
+    yield fd
+    files.close(fd)
+
+
+def test_an_append_goes_to_the_end(tmp_path: Path, journal: int) -> None:
+    files.append(journal, b"second\n")
+    files.append(journal, b"third\n")
+    assert (tmp_path / "journal").read_bytes() == b"first\nsecond\nthird\n"
+    assert files.length(journal) == 19
+
+
+def test_an_append_is_one_write(journal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        calls.append(data)
+        return real(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", write)
+        files.append(journal, b"x" * 100_000)
+    assert calls == [b"x" * 100_000]
+
+
+def test_an_append_that_came_short_is_cut_off(
+    tmp_path: Path, journal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", lambda fd, data: real(fd, data[:3]))
+        with pytest.raises(OSError, match=r"only 3 of 7 bytes could be appended") as error:
+            files.append(journal, b"second\n")
+    assert error.value.errno == errno.ENOSPC
+    assert (tmp_path / "journal").read_bytes() == b"first\n"
+    files.append(journal, b"third\n")
+    assert (tmp_path / "journal").read_bytes() == b"first\nthird\n"
+
+
+def test_an_append_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, journal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", no_space)
+        with pytest.raises(OSError, match="No space"):
+            files.append(journal, b"second\n")
+    assert (tmp_path / "journal").read_bytes() == b"first\n"
+
+
+# -- replacing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", [None, b"", b"old" * 1000])
+def test_a_replaced_file_holds_the_new_blocks(tmp_path: Path, old: bytes | None) -> None:
+    path = tmp_path / "a.json"
+    if old is not None:
+        path.write_bytes(old)
+    files.replace(str(path), iter([b"new ", b"", b"content"]))
+    assert path.read_bytes() == b"new content"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "rename"])
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_failing_replace_leaves_the_old_file_and_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, old: bytes | None
+) -> None:
+    path = tmp_path / "a.json"
+    if old is not None:
+        path.write_bytes(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, call, no_space)
+        with pytest.raises(OSError, match="No space"):
+            files.replace(str(path), [b"new"])
+    assert os.listdir(tmp_path) == ([] if old is None else ["a.json"])
+    assert old is None or path.read_bytes() == old
+
+
+def test_a_replace_whose_blocks_fail_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+
+    def blocks() -> Iterator[bytes]:
+        yield b"new"
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        files.replace(str(path), blocks())
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_the_new_bytes_are_on_the_disk_before_they_take_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+    seen: list[tuple[str, bytes]] = []
+
+    def recorded(call: str) -> Callable[..., Any]:
+        real = getattr(os, call)
+
+        def function(*arguments: Any) -> Any:
+            seen.append((call, path.read_bytes()))
+            return real(*arguments)
+
+        return function
+
+    with monkeypatch.context() as patch:
+        for call in ("pwrite", "fsync", "rename"):
+            patch.setattr(files.os, call, recorded(call))
+        files.replace(str(path), [b"new ", b"content"])
+    assert seen == [("pwrite", b"old"), ("pwrite", b"old"), ("fsync", b"old"), ("rename", b"old")]
+    assert path.read_bytes() == b"new content"
+
+
+def test_files_and_directories_can_be_synced(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    files.sync(str(tmp_path / "a"))
+    files.sync(str(tmp_path))
+
+
+# -- the writer's lock -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lock_path(tmp_path: Path) -> str:
+    return str(tmp_path / ".writer.lock")
+
+
+def assert_locked_by(path: str, pid: int) -> None:
+    with pytest.raises(LockedError) as error:
+        files.WriterLock(path)
+    assert (error.value.pid, error.value.host) == (pid, socket.gethostname())
+    assert str(error.value) == (
+        f"{os.path.dirname(path)}: expected no other writer, but process {pid} on "
+        f"{socket.gethostname()} holds the store. Close that buffer, or read the store with "
+        f"ReplayReader."
+    )
+
+
+def test_a_second_lock_in_this_process_is_refused(lock_path: str) -> None:
+    lock = files.WriterLock(lock_path)
+    assert_locked_by(lock_path, os.getpid())
+    assert_locked_by(lock_path, os.getpid())
+    lock.release()
+
+
+def test_a_released_lock_can_be_taken_again(lock_path: str) -> None:
+    files.WriterLock(lock_path).release()
+    second = files.WriterLock(lock_path)
+    assert_locked_by(lock_path, os.getpid())
+    second.release()
+
+
+def test_the_lock_file_says_who_holds_it(lock_path: str) -> None:
+    Path(lock_path).write_text("x" * 1000)
+    lock = files.WriterLock(lock_path)
+    holder = json.loads(Path(lock_path).read_text())
+    assert holder == {"pid": os.getpid(), "host": socket.gethostname()}
+    lock.release()
+
+
+@pytest.mark.parametrize("said", ["", "{", "[]", "{}", '{"pid": null}', '{"pid": "x", "host": 1}'])
+def test_a_holder_that_did_not_say_its_name_is_refused_all_the_same(
+    lock_path: str, said: str
+) -> None:
+    lock = files.WriterLock(lock_path)
+    Path(lock_path).write_text(said)
+    with pytest.raises(LockedError, match="a process that has not yet said its name") as error:
+        files.WriterLock(lock_path)
+    assert (error.value.pid, error.value.host) == (None, None)
+    lock.release()
+
+
+def _try_to_lock(path: str, answers: Any) -> None:
+    try:
+        files.WriterLock(path).release()
+    except LockedError as error:
+        answers.put((error.pid, error.host))
+    else:
+        answers.put(None)
+
+
+def test_a_lock_in_a_forked_child_is_refused_while_we_hold_it(lock_path: str) -> None:
+    lock = files.WriterLock(lock_path)
+    answers = FORK.SimpleQueue()
+    for expected in ((os.getpid(), socket.gethostname()), None):
+        child = FORK.Process(target=_try_to_lock, args=(lock_path, answers))
+        child.start()
+        assert answers.get() == expected
+        child.join(20)
+        assert child.exitcode == 0
+        lock.release()
+    answers.close()
+
+
+def _forget(locks: list[files.WriterLock]) -> None:
+    locks.clear()
+    gc.collect()
+
+
+def test_a_forked_child_that_forgets_the_lock_does_not_release_ours(lock_path: str) -> None:
+    locks = [files.WriterLock(lock_path)]
+    child = FORK.Process(target=_forget, args=(locks,))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert_locked_by(lock_path, os.getpid())
+    locks[0].release()
+
+
+def _wait(is_ready: Any, may_end: Any) -> None:
+    is_ready.set()
+    may_end.wait(20)
+
+
+def test_a_released_lock_is_free_though_a_forked_child_lives(lock_path: str) -> None:
+    lock = files.WriterLock(lock_path)
+    is_ready, may_end = FORK.Event(), FORK.Event()
+    child = FORK.Process(target=_wait, args=(is_ready, may_end))
+    child.start()
+    assert is_ready.wait(20)
+    lock.release()
+    files.WriterLock(lock_path).release()
+    may_end.set()
+    child.join(20)
+    assert child.exitcode == 0
+
+
+def test_a_lock_dies_with_its_process(lock_path: str) -> None:
+    script = (
+        "import sys, time\n"
+        "from mmbuf.files import WriterLock\n"
+        "lock = WriterLock(sys.argv[1])\n"
+        "print('locked', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    root = str(Path(mmbuf.__file__).parent.parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, lock_path],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "locked\n"
+        assert_locked_by(lock_path, child.pid)
+        child.send_signal(signal.SIGKILL)
+        child.wait(20)
+    lock = files.WriterLock(lock_path)
+    assert json.loads(Path(lock_path).read_text())["pid"] == os.getpid()
+    lock.release()

@@ -1,0 +1,859 @@
+"""The journal and its snapshots: what was appended is what is read, after any accident."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmbuf import files, index
+from mmbuf.entry import Entry, Part, Table
+from mmbuf.errors import CorruptError, VersionError
+from mmbuf.index import INDEX, JOURNAL, METADATA, Contents, TrajectoryIndex
+from mmbuf.schema import Column, Schema
+
+SCHEMA = Schema([Column(("obs", "states"), "float32", (3,)), Column(("task",), "text", ())])
+
+
+def entry(i: int, **known: Any) -> Entry:
+    """Entry ``i`` of ``i + 1`` steps and two environments, with a file of ``100 + i`` bytes."""
+    fields: dict[str, Any] = {
+        "uuid": f"{i:032x}",
+        "trajectory_id": i,
+        "shape": (i + 1, 2, 7),
+        "max_episode_length": 80,
+        "model_weights_id": f"weights é/{i}",
+        "added_at": 1700000000.125 + i,
+        "format": "arrow",
+        "file": f"trajectory_{i}_w.arrow",
+        "size_bytes": 100 + i,
+        "parts": (Part(1024, 2 * i + 2), Part(2048, 2 * i + 2, Table(64, 3, 128, 17))),
+    }
+    return Entry(**{**fields, **known})
+
+
+def put_file(directory: Path, item: Entry) -> Entry:
+    (directory / item.file).write_bytes(b"x" * item.size_bytes)
+    return item
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[TrajectoryIndex]:
+    store = TrajectoryIndex(str(directory))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def write_store(directory: Path, count: int) -> list[Entry]:
+    """A store of ``count`` trajectories whose files are there, without a sync mark."""
+    entries = [entry(i) for i in range(count)]
+    with opened(directory) as store:
+        for item in entries:
+            store.add(SCHEMA, put_file(directory, item))
+    return entries
+
+
+def line_of(event: Any) -> bytes:
+    """A journal's line of ``event``, as the documentation describes it."""
+    return sealed(json.dumps(event)[:-1].encode())
+
+
+def sealed(body: bytes) -> bytes:
+    """A line of an object without its last brace, with the CRC-32 of that."""
+    return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+
+
+def append(directory: Path, data: bytes) -> None:
+    with open(directory / JOURNAL, "ab") as file:
+        file.write(data)
+
+
+def entries_of(directory: Path) -> list[Entry]:
+    return list(index.read(str(directory))[0].entries.values())
+
+
+def events_of(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / JOURNAL).read_bytes().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# -- entries -----------------------------------------------------------------------------------
+
+
+def test_an_entry_survives_json() -> None:
+    item = entry(3)
+    again = Entry.from_json(json.loads(json.dumps(item.to_json())))
+    assert again == item
+    assert again.parts[1].table == Table(64, 3, 128, 17)
+    assert (again.num_steps, again.num_envs, again.num_samples) == (4, 2, 8)
+
+
+def test_the_keys_of_rlinf_come_first() -> None:
+    assert list(entry(3).to_json().items())[:5] == [
+        ("num_samples", 8),
+        ("trajectory_id", 3),
+        ("max_episode_length", 80),
+        ("shape", (4, 2, 7)),
+        ("model_weights_id", "weights é/3"),
+    ]
+
+
+@pytest.mark.parametrize("shape", [[], [4], [4, -1], [4, "2"], [4.0, 2], "ab", None, 7])
+def test_an_entry_of_an_impossible_shape_is_refused(shape: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Entry.from_json({**entry(3).to_json(), "shape": shape})
+
+
+@pytest.mark.parametrize("key", entry(0).to_json().keys() - {"num_samples"})
+def test_an_entry_that_lacks_a_key_is_refused(key: str) -> None:
+    json_entry = entry(3).to_json()
+    del json_entry[key]
+    with pytest.raises(KeyError):
+        Entry.from_json(json_entry)
+
+
+# -- the journal ---------------------------------------------------------------------------------
+
+
+def test_what_was_added_is_read_in_order(tmp_path: Path) -> None:
+    entries = write_store(tmp_path, 4)
+    contents, valid = index.read(str(tmp_path))
+    assert list(contents.entries.items()) == list(enumerate(entries))
+    assert contents.schema == SCHEMA
+    assert contents.trajectory_counter == 4
+    assert contents.total_samples == 2 + 4 + 6 + 8
+    assert contents.unsynced == [0, 1, 2, 3]
+    assert valid == (tmp_path / JOURNAL).stat().st_size
+
+
+def test_the_journal_is_lines_as_documented(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.add(SCHEMA, entry(0))
+        store.clear()
+    expected = [
+        {"event": "schema", "version": 1, "columns": SCHEMA.to_json()},
+        {"event": "add", "entry": json.loads(json.dumps(entry(0).to_json()))},
+        {"event": "clear", "trajectory_counter": 1},
+    ]
+    lines = (tmp_path / JOURNAL).read_bytes().splitlines(keepends=True)
+    assert lines == [line_of(event) for event in expected]
+
+
+def test_a_store_is_continued_by_the_next_writer(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    with opened(tmp_path) as store:
+        assert list(store.contents.entries) == [0, 1]
+        store.add(SCHEMA, put_file(tmp_path, entry(2)))
+    assert entries_of(tmp_path) == [entry(0), entry(1), entry(2)]
+    assert [event["event"] for event in events_of(tmp_path)] == ["schema", "add", "add", "add"]
+
+
+def test_a_new_store_is_empty(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        assert store.contents.entries == {}
+        assert store.contents.trajectory_counter == 0
+    contents, valid = index.read(str(tmp_path))
+    assert (contents.entries, contents.schema, valid) == ({}, None, 0)
+
+
+def test_a_directory_without_an_index_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        index.read(str(tmp_path))
+
+
+def test_drop_takes_trajectories_out_and_keeps_the_counter(tmp_path: Path) -> None:
+    write_store(tmp_path, 4)
+    append(tmp_path, line_of({"event": "drop", "trajectory_ids": [3, 1]}))
+    contents, _ = index.read(str(tmp_path))
+    assert list(contents.entries) == [0, 2]
+    assert contents.trajectory_counter == 4
+    assert contents.total_samples == 2 + 6
+    assert contents.unsynced == [0, 2]
+    assert contents.dead_files == ["trajectory_3_w.arrow", "trajectory_1_w.arrow"]
+
+
+def test_clear_keeps_the_counter_and_frees_the_schema(tmp_path: Path) -> None:
+    write_store(tmp_path, 3)
+    other = Schema([Column(("x",), "bool", ())])
+    with opened(tmp_path) as store:
+        store.clear()
+        assert store.contents.trajectory_counter == 3
+        store.add(other, put_file(tmp_path, entry(3, parts=(Part(64, 8),))))
+    contents, _ = index.read(str(tmp_path))
+    assert list(contents.entries) == [3]
+    assert contents.schema == other
+    assert contents.trajectory_counter == 4
+    assert contents.total_samples == 8
+
+
+def test_clear_unlinks_the_files_after_the_journal_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path, 2)
+    calls = []
+    for name in ("append", "unlink"):
+        _record(monkeypatch, name, calls.append)
+    with opened(tmp_path) as store:
+        store.clear()
+    assert calls == ["append", "unlink", "unlink"]
+    assert sorted(os.listdir(tmp_path)) == [JOURNAL]
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, name: str, log: Callable[[str], None]) -> None:
+    real = getattr(files, name)
+
+    def function(*arguments: Any) -> Any:
+        log(name)
+        return real(*arguments)
+
+    monkeypatch.setattr(files, name, function)
+
+
+def test_ids_that_were_given_elsewhere_are_not_given_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.keep_counter(10)
+        store.keep_counter(5)
+        assert store.contents.trajectory_counter == 10
+        store.clear()
+    assert index.read(str(tmp_path))[0].trajectory_counter == 10
+
+
+def test_an_event_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> None:
+    entries = write_store(tmp_path, 1)
+    append(tmp_path, line_of({"event": "priority", "values": [1, 2]}))
+    append(tmp_path, line_of({"event": "add", "entry": entry(1).to_json()}))
+    put_file(tmp_path, entry(1))
+    assert entries_of(tmp_path) == [*entries, entry(1)]
+    with opened(tmp_path) as store:
+        assert list(store.contents.entries) == [0, 1]
+    assert [event["event"] for event in events_of(tmp_path)] == [
+        *("schema", "add", "priority", "add")
+    ]
+
+
+def test_a_failed_append_leaves_contents_and_journal_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path, 1)
+    before = (tmp_path / JOURNAL).read_bytes()
+
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with opened(tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "append", full)
+            with pytest.raises(OSError, match="No space"):
+                store.add(SCHEMA, entry(1))
+            with pytest.raises(OSError, match="No space"):
+                store.clear()
+        assert list(store.contents.entries) == [0]
+        assert (tmp_path / JOURNAL).read_bytes() == before
+        store.add(SCHEMA, put_file(tmp_path, entry(1)))
+    assert entries_of(tmp_path) == [entry(0), entry(1)]
+
+
+# -- torn tails and damage -----------------------------------------------------------------------
+
+
+def test_a_tail_torn_at_any_byte_is_ignored_and_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_store(tmp_path, 3)
+    data = (tmp_path / JOURNAL).read_bytes()
+    start = data.rindex(b"\n", 0, -1) + 1
+    for size in range(start, len(data)):
+        (tmp_path / JOURNAL).write_bytes(data[:size])
+        contents, valid = index.read(str(tmp_path))
+        assert (list(contents.entries), valid) == ([0, 1], start)
+        assert (tmp_path / JOURNAL).stat().st_size == size
+        caplog.clear()
+        with opened(tmp_path):
+            assert (tmp_path / JOURNAL).read_bytes() == data[:start]
+        assert [r.getMessage() for r in caplog.records] == [
+            f"{tmp_path / JOURNAL}: a torn line at byte {start} was cut off."
+        ] * (size > start)
+
+
+def test_a_first_line_torn_at_any_byte_leaves_an_empty_store(tmp_path: Path) -> None:
+    write_store(tmp_path, 1)
+    data = (tmp_path / JOURNAL).read_bytes()
+    for size in range(data.index(b"\n") + 1):
+        (tmp_path / JOURNAL).write_bytes(data[:size])
+        contents, valid = index.read(str(tmp_path))
+        assert (contents.entries, contents.schema, valid) == ({}, None, 0)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        *(b"\0", b"\0" * 4096, b"\n", b"\n\n\n", b"{}\n", b"garbage", b"garbage\nmore\n"),
+        *(b"\xff\xfe\n", b'{"event": "sync"}\n', line_of({"event": "sync"})[:-1]),
+        line_of({"event": "sync"}).replace(b"sync", b"sunc"),
+    ],
+)
+def test_bytes_with_no_valid_line_behind_them_are_a_torn_tail(tmp_path: Path, tail: bytes) -> None:
+    entries = write_store(tmp_path, 2)
+    data = (tmp_path / JOURNAL).read_bytes()
+    append(tmp_path, tail)
+    contents, valid = index.read(str(tmp_path))
+    assert (list(contents.entries.values()), valid) == (entries, len(data))
+    with opened(tmp_path) as store:
+        assert list(store.contents.entries.values()) == entries
+        store.add(SCHEMA, put_file(tmp_path, entry(2)))
+    assert (tmp_path / JOURNAL).read_bytes()[: len(data)] == data
+    assert entries_of(tmp_path) == [*entries, entry(2)]
+
+
+def test_damage_before_a_valid_line_is_corrupt_at_every_byte(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    path = tmp_path / JOURNAL
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    start = len(lines[0])
+    for at in range(start, start + len(lines[1]) - 1):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x20
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptError) as error:
+            index.read(str(tmp_path))
+        assert (error.value.path, error.value.offset) == (str(path), start)
+
+
+def test_a_writer_leaves_a_damaged_journal_as_it_is(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    path = tmp_path / JOURNAL
+    damaged = path.read_bytes().replace(b'"version": 1', b'"version": 3')
+    path.write_bytes(damaged)
+    with pytest.raises(CorruptError, match="a damaged line before a valid one") as error:
+        TrajectoryIndex(str(tmp_path))
+    assert error.value.offset == 0
+    assert path.read_bytes() == damaged
+
+
+def test_zeros_before_a_valid_line_are_damage(tmp_path: Path) -> None:
+    write_store(tmp_path, 1)
+    size = (tmp_path / JOURNAL).stat().st_size
+    append(tmp_path, b"\0" * 100 + b"\n" + line_of({"event": "sync"}))
+    with pytest.raises(CorruptError) as error:
+        index.read(str(tmp_path))
+    assert error.value.offset == size
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"event": "add"},
+        {"event": "add", "entry": None},
+        {"event": "add", "entry": []},
+        {"event": "add", "entry": {}},
+        {"event": "add", "entry": {**entry(5).to_json(), "shape": [1]}},
+        {"event": "add", "entry": {**entry(5).to_json(), "trajectory_id": "x"}},
+        {"event": "add", "entry": {**entry(5).to_json(), "trajectory_id": float("inf")}},
+        {"event": "add", "entry": {**entry(5).to_json(), "parts": 7}},
+        {"event": "add", "entry": {**entry(5).to_json(), "parts": [[]]}},
+        {"event": "add", "entry": {**entry(5).to_json(), "parts": [[1, 2, [3]]]}},
+        {"event": "schema", "columns": []},
+        {"event": "schema", "version": 1, "columns": None},
+        {"event": "schema", "version": float("inf"), "columns": []},
+        {"event": "schema", "version": 1, "columns": [{"path": ["a"], "dtype": "bool"}]},
+        {
+            "event": "schema",
+            "version": 1,
+            "columns": [{"path": ["a"], "dtype": "complex32", "row_shape": []}],
+        },
+        {
+            "event": "schema",
+            "version": 1,
+            "columns": [{"path": [], "dtype": "bool", "row_shape": []}],
+        },
+        {"event": "drop"},
+        {"event": "drop", "trajectory_ids": 7},
+        {"event": "drop", "trajectory_ids": [99]},
+        {"event": "clear"},
+        {"event": "clear", "trajectory_counter": "x"},
+    ],
+    ids=lambda event: json.dumps(event)[:60],
+)
+def test_a_whole_line_that_is_no_event_is_corrupt(tmp_path: Path, event: dict[str, Any]) -> None:
+    write_store(tmp_path, 2)
+    size = (tmp_path / JOURNAL).stat().st_size
+    append(tmp_path, line_of(event) if event else sealed(b'{"a": 1'))
+    with pytest.raises(CorruptError) as error:
+        index.read(str(tmp_path))
+    assert (error.value.path, error.value.offset) == (str(tmp_path / JOURNAL), size)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"event": "add", "entry": ' + b"[" * 200_000,
+        b'{"event": "priority", "value": ' + b"9" * 10_000,
+        b'{"event": "sync", "x": "\xff"',
+        b"[1",
+        b"",
+    ],
+    ids=["deep", "huge number", "no utf-8", "no object", "empty"],
+)
+def test_a_whole_line_that_is_no_json_object_is_corrupt(tmp_path: Path, body: bytes) -> None:
+    write_store(tmp_path, 1)
+    append(tmp_path, sealed(body) + line_of({"event": "sync"}))
+    with pytest.raises(CorruptError) as error:
+        index.read(str(tmp_path))
+    assert error.value.path == str(tmp_path / JOURNAL)
+
+
+def test_a_line_nested_deep_but_whole_is_corrupt(tmp_path: Path) -> None:
+    write_store(tmp_path, 1)
+    deep = b"[" * 200_000 + b"]" * 200_000
+    append(tmp_path, sealed(b'{"event": "priority", "values": ' + deep))
+    with pytest.raises(CorruptError):
+        index.read(str(tmp_path))
+
+
+def test_a_line_of_megabytes_is_read(tmp_path: Path) -> None:
+    entries = write_store(tmp_path, 1)
+    parts = tuple(Part(64 * i, 2) for i in range(100_000))
+    append(tmp_path, line_of({"event": "add", "entry": entry(1, parts=parts).to_json()}))
+    assert entries_of(tmp_path) == [*entries, entry(1, parts=parts)]
+
+
+def test_an_id_that_comes_twice_is_corrupt(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    size = (tmp_path / JOURNAL).stat().st_size
+    append(tmp_path, line_of({"event": "add", "entry": entry(1).to_json()}))
+    with pytest.raises(CorruptError, match="trajectory_id 1 twice") as error:
+        index.read(str(tmp_path))
+    assert error.value.offset == size
+
+
+def test_an_id_that_is_there_is_refused_before_it_is_journalled(tmp_path: Path) -> None:
+    entries = write_store(tmp_path, 2)
+    with opened(tmp_path) as store, pytest.raises(ValueError, match="trajectory_id 1 twice"):
+        store.add(SCHEMA, entry(1))
+    assert entries_of(tmp_path) == entries
+
+
+def test_an_id_may_come_again_after_its_drop(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    append(tmp_path, line_of({"event": "drop", "trajectory_ids": [0]}))
+    append(tmp_path, line_of({"event": "add", "entry": entry(0).to_json()}))
+    assert [item.trajectory_id for item in entries_of(tmp_path)] == [1, 0]
+
+
+def test_a_newer_version_is_refused_by_path(tmp_path: Path) -> None:
+    append(tmp_path, line_of({"event": "schema", "version": 2, "columns": "of another kind"}))
+    with pytest.raises(VersionError) as error:
+        index.read(str(tmp_path))
+    assert str(error.value) == (
+        f"{tmp_path / JOURNAL}: expected store version 1 or older, got 2. Update mmbuf."
+    )
+    with pytest.raises(VersionError):
+        TrajectoryIndex(str(tmp_path))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_change_of_a_journal_is_found_or_is_a_torn_tail(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("journal")
+    entries = [entry(i) for i in range(3)]
+    events = [{"event": "schema", "version": 1, "columns": SCHEMA.to_json()}]
+    events += [{"event": "add", "entry": item.to_json()} for item in entries]
+    journal = bytearray(b"".join(line_of(event) for event in events))
+    start = data.draw(st.integers(0, len(journal)))
+    stop = data.draw(st.integers(start, min(len(journal), start + 50)))
+    journal[start:stop] = data.draw(st.binary(max_size=50))
+    (directory / JOURNAL).write_bytes(journal)
+    try:
+        contents, valid = index.read(str(directory))
+    except CorruptError:
+        return
+    assert list(contents.entries.values()) == entries[: len(contents.entries)]
+    assert valid <= len(journal)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_files_of_cleared_trajectories_are_unlinked_at_open_and_live_ones_never(
+    tmp_path: Path,
+) -> None:
+    write_store(tmp_path, 3)
+    append(tmp_path, line_of({"event": "clear", "trajectory_counter": 3}))
+    # The first name was taken again after the clear.
+    again = put_file(tmp_path, entry(3, file="trajectory_0_w.arrow"))
+    append(tmp_path, line_of({"event": "schema", "version": 1, "columns": SCHEMA.to_json()}))
+    append(tmp_path, line_of({"event": "add", "entry": again.to_json()}))
+    (tmp_path / "notes.txt").write_text("of a person")
+    with opened(tmp_path):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [JOURNAL, "notes.txt", "trajectory_0_w.arrow"]
+    assert entries_of(tmp_path) == [again]
+
+
+def test_files_of_dropped_trajectories_are_unlinked_at_open(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    append(tmp_path, line_of({"event": "drop", "trajectory_ids": [0]}))
+    with opened(tmp_path):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [JOURNAL, "trajectory_1_w.arrow"]
+
+
+def test_a_dead_name_outside_of_the_store_is_left_alone(tmp_path: Path) -> None:
+    store_directory = tmp_path / "store"
+    store_directory.mkdir()
+    outside = tmp_path / "precious"
+    outside.write_bytes(b"x" * 100)
+    append(store_directory, line_of({"event": "schema", "version": 1, "columns": []}))
+    append(
+        store_directory,
+        line_of({"event": "add", "entry": entry(0, file="../precious").to_json()}),
+    )
+    append(store_directory, line_of({"event": "clear", "trajectory_counter": 1}))
+    with opened(store_directory):
+        pass
+    assert outside.exists()
+
+
+def test_temporaries_of_a_writer_that_died_are_removed_at_open(tmp_path: Path) -> None:
+    entries = write_store(tmp_path, 1)
+    Path(files.temporary(str(tmp_path / "trajectory_1_w.arrow"))).write_bytes(b"half")
+    with opened(tmp_path):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [JOURNAL, entries[0].file]
+
+
+def test_short_and_missing_files_after_the_last_sync_are_dropped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = write_store(tmp_path, 5)
+    os.truncate(tmp_path / entries[1].file, 50)
+    os.unlink(tmp_path / entries[3].file)
+    with opened(tmp_path) as store:
+        assert list(store.contents.entries) == [0, 2, 4]
+        assert store.contents.trajectory_counter == 5
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [
+        (
+            logging.WARNING,
+            f"{tmp_path}: trajectories [1, 3] were not synced and are gone or cut short; dropped.",
+        )
+    ]
+    assert not (tmp_path / entries[1].file).exists()
+    assert [item.trajectory_id for item in entries_of(tmp_path)] == [0, 2, 4]
+    caplog.clear()
+    with opened(tmp_path):
+        assert caplog.records == []
+
+
+def test_files_before_the_last_sync_are_not_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = write_store(tmp_path, 2)
+    append(tmp_path, line_of({"event": "sync"}))
+    append(tmp_path, line_of({"event": "add", "entry": entry(2).to_json()}))
+    put_file(tmp_path, entry(2))
+    os.unlink(tmp_path / entries[0].file)
+    looked_at: list[str] = []
+    real = files.size_of
+
+    def size_of(path: str) -> int:
+        looked_at.append(os.path.basename(path))
+        return real(path)
+
+    monkeypatch.setattr(files, "size_of", size_of)
+    with opened(tmp_path) as store:
+        assert list(store.contents.entries) == [0, 1, 2]
+    assert looked_at == ["trajectory_2_w.arrow"]
+    assert caplog.records == []
+
+
+def test_sync_brings_files_then_names_then_the_mark_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path, 2)
+    append(tmp_path, line_of({"event": "sync"}))
+    calls: list[str] = []
+    monkeypatch.setattr(files, "sync", lambda path: calls.append(os.path.relpath(path, tmp_path)))
+    monkeypatch.setattr(files, "sync_open", lambda fd: calls.append("journal"))
+    with opened(tmp_path) as store:
+        store.add(SCHEMA, put_file(tmp_path, entry(2)))
+        store.add(SCHEMA, put_file(tmp_path, entry(3)))
+        store.sync()
+        assert calls == ["trajectory_2_w.arrow", "trajectory_3_w.arrow", ".", "journal"]
+        assert store.contents.unsynced == []
+        calls.clear()
+        store.sync()
+        assert calls == [".", "journal"]
+    assert index.read(str(tmp_path))[0].unsynced == []
+
+
+def test_a_failed_sync_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_store(tmp_path, 2)
+
+    def fails(path: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    with opened(tmp_path) as store:
+        monkeypatch.setattr(files, "sync", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            store.sync()
+        assert store.contents.unsynced == [0, 1]
+    assert index.read(str(tmp_path))[0].unsynced == [0, 1]
+
+
+# -- snapshots -----------------------------------------------------------------------------------
+
+
+def contents_equal(left: Contents, right: Contents) -> bool:
+    return (
+        list(left.entries.items()) == list(right.entries.items())
+        and left.schema == right.schema
+        and left.trajectory_counter == right.trajectory_counter
+        and left.total_samples == right.total_samples
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 600])
+def test_snapshots_say_what_the_journal_says(tmp_path: Path, count: int) -> None:
+    entries = [entry(i) for i in range(count)]
+    with opened(tmp_path) as store:
+        for item in entries:
+            store.add(SCHEMA, item)
+        store.keep_counter(count + 3)
+        store._append(line_of({"event": "sync"}))  # so that there is something to snapshot
+        store.write_snapshots({"trajectory_format": "arrow", "seed": 5, "rng_state": {"a": 1}})
+        metadata = json.loads((tmp_path / METADATA).read_text())
+        assert metadata == {
+            "trajectory_format": "arrow",
+            "seed": 5,
+            "rng_state": {"a": 1},
+            "size": count,
+            "total_samples": sum(item.num_samples for item in entries),
+            "trajectory_counter": count + 3,
+        }
+        snapshot = json.loads((tmp_path / INDEX).read_text())
+        assert list(snapshot) == [
+            *("trajectory_index", "trajectory_id_list", "version", "schema", "metadata")
+        ]
+        assert snapshot["trajectory_id_list"] == list(range(count))
+        assert list(snapshot["trajectory_index"]) == [str(i) for i in range(count)]
+        assert snapshot["metadata"] == metadata
+        expected = store.contents
+    os.unlink(tmp_path / JOURNAL)
+    contents, valid = index.read(str(tmp_path))
+    assert contents_equal(contents, expected)
+    assert (contents.unsynced, valid) == ([], 0)
+
+
+def test_each_entry_of_a_snapshot_has_the_keys_of_rlinf(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.add(SCHEMA, entry(7))
+        store.write_snapshots({})
+    snapshot = json.loads((tmp_path / INDEX).read_text())
+    assert {
+        key: snapshot["trajectory_index"]["7"][key] for key in list(entry(7).to_json())[:5]
+    } == {
+        "num_samples": 16,
+        "trajectory_id": 7,
+        "max_episode_length": 80,
+        "shape": [8, 2, 7],
+        "model_weights_id": "weights é/7",
+    }
+
+
+def test_a_snapshot_is_due_after_each_change_while_the_list_is_short(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        assert not store.is_snapshot_due()
+        for i in range(3):
+            store.add(SCHEMA, entry(i))
+            assert store.is_snapshot_due()
+            store.write_snapshots({})
+            assert not store.is_snapshot_due()
+        store.clear()
+        assert store.is_snapshot_due()
+        store.write_snapshots({})
+        assert json.loads((tmp_path / INDEX).read_text())["trajectory_id_list"] == []
+
+
+def test_a_snapshot_of_a_long_list_is_due_when_the_journal_has_grown_by_a_quarter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_SHORT_LIST", 10)
+    with opened(tmp_path) as store:
+        written_at: list[int] = []
+        sizes = [0]
+        for i in range(300):
+            store.add(SCHEMA, entry(i))
+            sizes.append((tmp_path / JOURNAL).stat().st_size)
+            if store.is_snapshot_due():
+                written_at.append(i + 1)
+                store.write_snapshots({})
+    assert written_at[:10] == list(range(1, 11))
+    for before, after in itertools.pairwise(written_at[9:]):
+        assert 4 * sizes[after] >= 5 * sizes[before]
+        assert 4 * sizes[after - 1] < 5 * sizes[before]
+    assert len(written_at) < 10 + 17  # 10 * 1.25 ** 16 > 300
+
+
+def test_snapshots_are_not_written_again_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    _record(monkeypatch, "replace", calls.append)
+    with opened(tmp_path) as store:
+        store.add(SCHEMA, entry(0))
+        store.write_snapshots({})
+        store.write_snapshots({})
+    assert calls == ["replace"] * 2  # one for each of the two files
+
+
+def test_a_store_goes_by_its_journal_and_not_by_a_snapshot(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.add(SCHEMA, put_file(tmp_path, entry(0)))
+        store.write_snapshots({})
+        store.add(SCHEMA, put_file(tmp_path, entry(1)))
+    assert json.loads((tmp_path / INDEX).read_text())["trajectory_id_list"] == [0]
+    assert entries_of(tmp_path) == [entry(0), entry(1)]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def write_checkpoint(directory: Path, count: int) -> str:
+    contents = Contents()
+    contents.schema = SCHEMA
+    for i in range(count):
+        contents.add(entry(i))
+    contents.trajectory_counter += 5
+    index.write_snapshots(str(directory), contents, {"seed": 1})
+    return str(directory / INDEX)
+
+
+def test_a_checkpoint_is_read_from_its_index(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 3)
+    os.unlink(tmp_path / METADATA)  # the index has a copy of it
+    contents, valid = index.read(str(tmp_path))
+    assert list(contents.entries.values()) == [entry(0), entry(1), entry(2)]
+    assert (contents.schema, contents.trajectory_counter, valid) == (SCHEMA, 8, 0)
+    assert contents.unsynced == []
+
+
+def test_an_empty_checkpoint_is_read(tmp_path: Path) -> None:
+    index.write_snapshots(str(tmp_path), Contents(), {})
+    contents, _ = index.read(str(tmp_path))
+    assert (contents.entries, contents.schema, contents.trajectory_counter) == ({}, None, 0)
+
+
+def test_the_order_of_a_checkpoint_is_that_of_its_list(tmp_path: Path) -> None:
+    path = Path(write_checkpoint(tmp_path, 3))
+    snapshot = json.loads(path.read_text())
+    snapshot["trajectory_id_list"] = [2, 0, 1]
+    path.write_text(json.dumps(snapshot))
+    assert list(index.read(str(tmp_path))[0].entries) == [2, 0, 1]
+
+
+def test_no_writer_opens_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(FileExistsError, match="got a checkpoint"):
+        TrajectoryIndex(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_checkpoint_cut_at_any_byte_is_corrupt(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 2)
+    for size in range(os.stat(path).st_size - 1, -1, -1):
+        os.truncate(path, size)
+        with pytest.raises(CorruptError) as error:
+            index.read(str(tmp_path))
+        assert error.value.path == path
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], Any]:
+    def change(snapshot: dict[str, Any]) -> Any:
+        del snapshot[key]
+        return snapshot
+
+    return change
+
+
+def _with(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda snapshot: {**snapshot, key: value}
+
+
+def _with_entry(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(snapshot: dict[str, Any]) -> Any:
+        snapshot["trajectory_index"]["0"][key] = value
+        return snapshot
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(_without(key) for key in ("trajectory_index", "trajectory_id_list", "schema")),
+        *(_without(key) for key in ("version", "metadata")),
+        _with("trajectory_id_list", [0, 0]),
+        _with("trajectory_id_list", [0, 5]),
+        _with("trajectory_id_list", 3),
+        _with("trajectory_index", []),
+        _with("trajectory_index", {"0": None, "1": None}),
+        _with("metadata", {}),
+        _with("metadata", {"trajectory_counter": "x"}),
+        _with("metadata", {"trajectory_counter": float("inf")}),
+        _with("schema", 3),
+        _with("schema", [{"path": [], "dtype": "bool", "row_shape": []}]),
+        _with("version", "x"),
+        _with_entry("shape", [1]),
+        _with_entry("parts", [[]]),
+        _with_entry("parts", [[0, 1, [2]]]),
+        _with_entry("size_bytes", float("inf")),
+        lambda snapshot: [],
+        lambda snapshot: None,
+    ],
+)
+def test_a_bad_checkpoint_is_corrupt(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    path = Path(write_checkpoint(tmp_path, 2))
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(CorruptError) as error:
+        index.read(str(tmp_path))
+    assert error.value.path == str(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\xff\xfe", b"[" * 200_000, b"{}"])
+def test_an_index_that_is_no_json_object_is_corrupt(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / INDEX).write_bytes(data)
+    with pytest.raises(CorruptError):
+        index.read(str(tmp_path))
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_by_path(tmp_path: Path) -> None:
+    path = Path(write_checkpoint(tmp_path, 1))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(VersionError) as error:
+        index.read(str(tmp_path))
+    assert str(error.value).startswith(f"{path}: expected store version 1 or older, got 2")
+
+
+def test_an_empty_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    index.write_snapshots(str(tmp_path), Contents(), {})
+    path = tmp_path / INDEX
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(VersionError):
+        index.read(str(tmp_path))

@@ -1,0 +1,199 @@
+"""The house: which module may import which, and who may touch the system.
+
+The ranks are those of the table below: a module imports only from lower ones, so equal ranks
+never meet. The package itself (``mmbuf/__init__.py``) ranks above all of its library, and the
+command line above the package, which it uses as anybody else would.
+
+``os``, ``mmap``, ``ctypes``, ``filelock`` and ``resource`` belong to `files` and `vm`, so that a
+test can put another disk in their place. Elsewhere ``os`` is allowed for what never touches the
+disk: ``os.PathLike`` and ``os.fspath`` (a path as the caller gives it) and
+``os.register_at_fork``. `channel` alone may use ``fcntl.ioctl`` (how much of a socket is unread)
+and ``open`` (of a descriptor that it was sent).
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mmbuf
+
+ROOT = Path(mmbuf.__file__).parent
+
+RANKS = {
+    "errors": 0,
+    "entry": 1,
+    "files": 1,
+    "formats": 1,
+    "schema": 1,
+    "vm": 1,
+    "formats.arrow": 2,
+    "index": 2,
+    "lane": 2,
+    "pool": 2,
+    "slots": 2,
+    "trajectory": 2,
+    "places": 3,
+    "sampling": 3,
+    "cache": 4,
+    "window": 5,
+    "writer": 5,
+    "buffer": 6,
+    "reader": 6,
+    "channel": 7,
+    "collect": 7,
+    "": 8,
+    "cli.returns": 9,
+    "cli.sac": 9,
+    "cli.demo": 10,
+    "cli": 11,
+}
+
+CORE = {"numpy", "pyarrow", "torch", "filelock"}
+OPTIONAL = {"typer", "rich", "gymnasium", "matplotlib", "duckdb", "polars", "pandas", "ray"}
+VAGUE = {"utils", "util", "common", "core", "base", "manager", "helper", "helpers", "misc"}
+
+DOORS = {
+    "os": {"files", "vm"},
+    "mmap": {"vm"},
+    "ctypes": {"vm"},
+    "resource": {"vm"},
+    "filelock": {"files"},
+    "fcntl": set(),
+    "shutil": set(),
+    "tempfile": set(),
+    "pathlib": set(),
+}
+# What of these others may use, since it touches neither disk nor memory.
+HARMLESS = {
+    ("buffer", "os"): {"PathLike", "fspath"},
+    ("reader", "os"): {"PathLike"},
+    ("window", "os"): {"register_at_fork"},
+    ("channel", "fcntl"): {"ioctl"},
+}
+OPENERS = {"files", "vm", "channel"}
+
+
+def _name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {_name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+LIBRARY = sorted(name for name in TREES if not name.startswith("cli"))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that ``tree`` imports, ``from a import b`` as ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _own_imports(name: str) -> set[str]:
+    """The modules of the package that ``name`` imports."""
+    found = set()
+    for dotted in _imports(TREES[name]):
+        parts = dotted.split(".")
+        if parts[0] == "mmbuf":
+            inner = [".".join(parts[1:stop]) for stop in range(len(parts), 0, -1)]
+            found.add(next(module for module in inner if module in TREES))
+    return found
+
+
+def _packages(tree: ast.AST) -> set[str]:
+    return {dotted.split(".")[0] for dotted in _imports(tree)}
+
+
+def test_every_module_has_a_rank_and_every_rank_a_module() -> None:
+    assert set(RANKS) == set(TREES)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_module_imports_only_from_lower_ranks(name: str) -> None:
+    upward = {other for other in _own_imports(name) if RANKS[other] >= RANKS[name]}
+    assert upward == set()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_functions_import_only_optional_dependencies(name: str) -> None:
+    packages: set[str] = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            packages |= _packages(node)
+    assert packages <= OPTIONAL
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_imports_only_the_core_dependencies(name: str) -> None:
+    assert _packages(TREES[name]) - sys.stdlib_module_names - {"mmbuf"} <= CORE
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_only_the_doors_touch_the_system(name: str) -> None:
+    others = {door for door, owners in DOORS.items() if name not in owners}
+    used: dict[tuple[str, str], set[str]] = {}
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in others
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in others:
+                    assert (name, alias.name) in HARMLESS
+                    assert alias.asname is None
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in others
+        ):
+            used.setdefault((name, node.value.id), set()).add(node.attr)
+    assert all(attributes <= HARMLESS.get(door, set()) for door, attributes in used.items())
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_only_the_doors_open_files(name: str) -> None:
+    calls = [
+        node.lineno
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open"
+    ]
+    assert calls == [] or name in OPENERS
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_never_prints(name: str) -> None:
+    calls = [
+        node.lineno
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call)
+        and (
+            (isinstance(node.func, ast.Name) and node.func.id == "print")
+            or ast.unparse(node.func) in ("sys.stdout.write", "sys.stderr.write")
+        )
+    ]
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_library_sets_no_global_random_state(name: str) -> None:
+    calls = {ast.unparse(node.func) for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)}
+    allowed = {"np.random.SeedSequence", "np.random.default_rng"}
+    assert {call for call in calls if call.startswith(("np.random.", "random."))} <= allowed
+    assert not any(call.endswith(("manual_seed", "set_rng_state")) for call in calls)
+    assert "random" not in _packages(TREES[name])
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_module_has_a_docstring(name: str) -> None:
+    assert ast.get_docstring(TREES[name])
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    assert {part for name in TREES for part in name.split(".")} & VAGUE == set()
