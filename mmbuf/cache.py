@@ -433,6 +433,8 @@ class TrajectoryCache:
 
     def _targets(self, count: int, out: Sequence[Leaf] | None) -> list[Leaf]:
         """The arrays to gather into: those of ``out``, else new ones."""
+        if out is not None and not self._places.texts:
+            return list(out)
         return [
             self._empty(column, count) if out is None or column.is_text else out[position]
             for position, column in enumerate(self.schema.columns)

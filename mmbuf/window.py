@@ -22,7 +22,7 @@ from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError, SchemaError
 from mmbuf.formats import arrow
 from mmbuf.places import Slot
-from mmbuf.schema import Column, Schema, interleave
+from mmbuf.schema import TEXT, Column, Schema, interleave
 from mmbuf.trajectory import Trajectory
 
 Batch = dict[str, Any]
@@ -217,32 +217,34 @@ def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Le
     """The memory of ``out``, column by column; SchemaError if it is not such a batch."""
     targets: list[Leaf] = []
     for column, leaf in zip(schema.columns, schema.pick(out, "out"), strict=True):
-        shape = (num_chunks, *column.row_shape)
-        if column.is_text:
+        if column.dtype == TEXT:
             if not isinstance(leaf, list):
-                raise _misfit(column, shape, leaf)
+                raise _misfit(column, num_chunks, leaf)
             targets.append(leaf)
             continue
+        try:
+            if column.viewed_as is None:
+                array = leaf.numpy()
+            else:
+                array = leaf.view(column.storage_as).numpy()
+                if leaf.dtype != column.viewed_as:
+                    raise _misfit(column, num_chunks, leaf)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            # No tensor, or one that NumPy cannot look into: on a device, with grad, conjugate.
+            raise _misfit(column, num_chunks, leaf) from error
         if (
-            not isinstance(leaf, torch.Tensor)
-            or not leaf.is_cpu
-            or leaf.requires_grad
-            or leaf.is_conj()
-            or leaf.is_neg()
+            array.dtype != column.storage
+            or array.shape[0:1] != (num_chunks,)
+            or array.shape[1:] != column.row_shape
+            or not array.flags.c_contiguous
         ):
-            raise _misfit(column, shape, leaf)
-        if column.viewed_as is not None:
-            if leaf.dtype != column.viewed_as:
-                raise _misfit(column, shape, leaf)
-            leaf = leaf.view(column.storage_as)
-        array = leaf.numpy()
-        if array.shape != shape or array.dtype != column.storage or not array.flags.c_contiguous:
-            raise _misfit(column, shape, leaf)
+            raise _misfit(column, num_chunks, leaf)
         targets.append(array)
     return targets
 
 
-def _misfit(column: Column, shape: tuple[int, ...], leaf: object) -> SchemaError:
+def _misfit(column: Column, num_chunks: int, leaf: object) -> SchemaError:
+    shape = (num_chunks, *column.row_shape)
     if isinstance(leaf, torch.Tensor):
         came = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}"
         came += "" if leaf.is_contiguous() else ", not contiguous"

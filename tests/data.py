@@ -98,13 +98,15 @@ def is_whole(batch: Mapping[str, Any], num_envs: int = 3) -> bool:
 
 
 def is_equal(left: Any, right: Any) -> bool:
-    """Whether two nested dicts have the same keys in the same order and the same leaves."""
+    """Whether two nests of dicts and lists have the same keys in the same order and leaves."""
     if isinstance(left, Mapping):
         return (
             isinstance(right, Mapping)
             and list(left) == list(right)
             and all(is_equal(left[key], right[key]) for key in left)
         )
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(is_equal, left, right))
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
     return type(left) is type(right) and bool(left == right)

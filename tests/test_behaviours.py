@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -303,19 +304,19 @@ def test_a_failed_write_is_raised_and_the_rows_are_kept_and_written_later(
 
 
 def test_an_error_while_recording_costs_no_earlier_trajectory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    class Broken(dict[str, Any]):
-        def items(self) -> Any:
-            raise RuntimeError("camera")
+    def recorded() -> Iterator[dict[str, Any]]:
+        yield trajectory(2)
+        raise RuntimeError("camera")
 
     with opened(tmp_path) as buffer:
         buffer.add_trajectories([trajectory(0), trajectory(1)])
         with pytest.raises(RuntimeError, match="camera"):
-            buffer.add_trajectories([Broken(trajectory(2))])
+            buffer.add_trajectories(recorded())
         buffer.add_trajectories([trajectory(3)])
     with ReplayReader(tmp_path) as reader:
-        assert {i for i, _, _ in row_ids(reader.sample(500))} == {0, 1, 3}
+        assert {i for i, _, _ in row_ids(reader.sample(500))} == {0, 1, 2, 3}
 
 
 def test_a_reopened_store_takes_an_add_before_its_first_sample(tmp_path: Path) -> None:
@@ -608,8 +609,11 @@ def test_memory_stays_flat_over_a_thousand_adds(tmp_path: Path, is_saved: bool) 
 # -- processes -----------------------------------------------------------------------------------
 
 
-def forked(child: Callable[[int], None]) -> int:
-    """Run ``child`` with the end of a pipe to write to in a forked process; the other end."""
+children: list[int] = []
+
+
+def forked(child: Callable[[int], object]) -> int:
+    """Run ``child`` with one end of a pipe in a forked process; the other end, to read from."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Newer Pythons warn of forks beside threads; that is what is tested.
@@ -618,6 +622,8 @@ def forked(child: Callable[[int], None]) -> int:
     if pid == 0:
         code = 1
         try:
+            signal.alarm(20)  # ends the child should it hang
+            torch.set_num_threads(1)  # torch's own threads do not come through a fork
             child(writing)
             code = 0
         finally:
@@ -627,23 +633,15 @@ def forked(child: Callable[[int], None]) -> int:
     return reading
 
 
-children: list[int] = []
-
-
 @contextlib.contextmanager
 def reaped() -> Iterator[None]:
-    """End of the block: every child has ended well within the time it may take."""
+    """At the end of the block: every forked child has ended well."""
     yield
-    deadline = time.monotonic() + 30
+    codes = []
     while children:
-        pid = children.pop()
-        while (status := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            if time.monotonic() > deadline:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
-                raise AssertionError("a forked child hangs")
-            time.sleep(0.01)
-        assert os.waitstatus_to_exitcode(status[1]) == 0
+        _, status = os.waitpid(children.pop(), 0)
+        codes.append(os.waitstatus_to_exitcode(status))
+    assert set(codes) <= {0}
 
 
 def read_all(fd: int) -> str:
@@ -653,11 +651,7 @@ def read_all(fd: int) -> str:
 
 @pytest.mark.parametrize("kind", ["memory", "buffer", "reader"])
 def test_forked_children_sample_each_a_stream_of_its_own(tmp_path: Path, kind: str) -> None:
-    store: Any
-    if kind == "memory":
-        store = TrajectoryReplayBuffer()
-    else:
-        store = opened(tmp_path)
+    store: Any = TrajectoryReplayBuffer() if kind == "memory" else opened(tmp_path)
     store.add_trajectories([trajectory(i, image=IMAGE) for i in range(4)])
     store.flush()
     if kind == "reader":
@@ -682,11 +676,8 @@ def test_a_parent_draws_what_it_would_have_drawn_without_forking() -> None:
             buffer.add_trajectories([trajectory(i) for i in range(4)])
         first = one.sample(40)
         with reaped():
-            os.close(forked(lambda _: one.sample(7) and None))
-        second = one.sample(40)
-        assert is_equal([first, second], [twin.sample(40), twin.sample(40)]) or (
-            row_ids(twin.sample(1)) == []
-        )
+            os.close(forked(lambda _: one.sample(7)))
+        assert is_equal([first, one.sample(40)], [twin.sample(40), twin.sample(40)])
 
 
 def test_a_forked_child_cannot_add_and_leaves_the_store_alone(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_what_is_no_such_batch_is_refused(store: Path) -> None:
     with ReplayReader(store) as reader:
         batch = reader.sample(64)
         del batch["rewards"]
-        with pytest.raises(SchemaError, match="column 'rewards': .*missing"):
+        with pytest.raises(SchemaError, match=r"column 'rewards': .*missing"):
             reader.sample(64, out=batch)
 
 
