@@ -52,7 +52,7 @@ from data import (
 from mmbuf import MmbufError, ReplayReader, TrajectoryReplayBuffer, WriteError, files, vm
 from mmbuf.entry import Entry, Part
 from mmbuf.index import TrajectoryIndex
-from mmbuf.schema import Column, Schema
+from mmbuf.schema import Column, Payload, Schema
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 FLAGS = [(False, False), (False, True), (True, False), (True, True)]
@@ -303,20 +303,29 @@ def test_a_failed_write_is_raised_and_the_rows_are_kept_and_written_later(
         assert reader.trajectory_ids == [0, 1]
 
 
-def test_an_error_while_recording_costs_no_earlier_trajectory(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_an_error_in_the_middle_of_an_add_costs_no_earlier_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool
 ) -> None:
-    def recorded() -> Iterator[dict[str, Any]]:
-        yield trajectory(2)
-        raise RuntimeError("camera")
+    really = Payload.copy_rows
 
-    with opened(tmp_path) as buffer:
+    def copy_some(payload: Payload, position: int, rows: Any) -> None:
+        if position == 2:
+            raise MemoryError("camera")
+        really(payload, position, rows)
+
+    with TrajectoryReplayBuffer(auto_save=is_saved, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([trajectory(0), trajectory(1)])
-        with pytest.raises(RuntimeError, match="camera"):
-            buffer.add_trajectories(recorded())
+        with monkeypatch.context() as patch:
+            patch.setattr(Payload, "copy_rows", copy_some)
+            with pytest.raises(MemoryError, match="camera"):
+                buffer.add_trajectories([trajectory(2)])
+        assert (len(buffer), buffer.total_samples) == (2, 24)
         buffer.add_trajectories([trajectory(3)])
-    with ReplayReader(tmp_path) as reader:
-        assert {i for i, _, _ in row_ids(reader.sample(500))} == {0, 1, 2, 3}
+        batch = buffer.sample(500)
+    assert is_whole(batch)
+    assert {i for i, _, _ in row_ids(batch)} == {0, 1, 3}
+    assert len(names_of(tmp_path)) == (3 if is_saved else 0)
 
 
 def test_a_reopened_store_takes_an_add_before_its_first_sample(tmp_path: Path) -> None:
@@ -444,7 +453,7 @@ os.fsync = lambda fd: None
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 items = [
     {"id": torch.full((2, 1), i)}
-    | {f"column {k}": torch.full((2, 1, 3), float(i + k)) for k in range(5)}
+    | {f"column {k}": torch.full((2, 1, 3), float(i + k)) for k in range(4)}
     | {"wide": torch.full((2, 1, 8192), i % 256, dtype=torch.uint8)}
     for i in range(2000)
 ]
@@ -457,7 +466,7 @@ with TrajectoryReplayBuffer(
 with ReplayReader("store") as reader:
     batch = reader.sample(30_000)
 assert len(set(batch["id"].tolist())) == 2000
-assert torch.equal(batch["column 4"][:, 2], batch["id"] + 4.0)
+assert torch.equal(batch["column 3"][:, 2], batch["id"] + 3.0)
 assert torch.equal(batch["wide"][:, 8191].long(), batch["id"] % 256)
 with TrajectoryReplayBuffer(
     sample_window_size=0, enable_cache=False, auto_save=True, auto_save_path="store"
