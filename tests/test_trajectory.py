@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from data import LookAlike
 
 from mmbuf.errors import SchemaError
 from mmbuf.trajectory import MAX_NESTING, Trajectory, fields_of
 
 T, B = 4, 6
-
-
-@dataclass
-class LookAlike:
-    """The fields of RLinf's own trajectory, in its order."""
-
-    max_episode_length: int = 0
-    model_weights_id: str = ""
-    actions: torch.Tensor | None = None
-    intervene_flags: torch.Tensor | None = None
-    rewards: torch.Tensor | None = None
-    terminations: torch.Tensor | None = None
-    truncations: torch.Tensor | None = None
-    dones: torch.Tensor | None = None
-    prev_logprobs: torch.Tensor | None = None
-    prev_values: torch.Tensor | None = None
-    versions: torch.Tensor | None = None
-    forward_inputs: dict[str, Any] = field(default_factory=dict)
-    curr_obs: dict[str, Any] = field(default_factory=dict)
-    next_obs: dict[str, Any] = field(default_factory=dict)
 
 
 def numbered(steps: int = T, envs: int = B, *shape: int) -> torch.Tensor:

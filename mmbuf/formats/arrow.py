@@ -113,7 +113,7 @@ def check(fd: int, path: str, entry: Entry, schema: Schema) -> None:
             path, f"expected trajectory {entry.uuid} in the header, got another one's."
         )
     for column, part in zip(schema.columns, entry.parts, strict=True):
-        if part.rows < entry.num_samples or not _is_within(part, column.row_bytes, size):
+        if not _is_within(part, column, entry.num_samples, size):
             raise CorruptError(
                 path, f"column {column.name!r}: expected its part inside the file, got {part}."
             )
@@ -245,7 +245,7 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             )
             crcs = [int(column["crc32"], 16) for column in header["columns"]]
             for column, part in zip(schema.columns, parts, strict=True):
-                if part.rows < entry.num_samples or not _is_within(part, column.row_bytes, size):
+                if not _is_within(part, column, entry.num_samples, size):
                     raise ValueError(f"column {column.name!r} lies at {part}")
         except (
             LookupError,
@@ -430,9 +430,11 @@ def _alignment(size: int) -> int:
     return _WIDE_ALIGNMENT if size >= _WIDE else _ALIGNMENT
 
 
-def _is_within(part: Part, row_bytes: int, size: int) -> bool:
-    """Whether all of a column's part lies in a file of ``size`` bytes."""
-    spans = [(part.offset, part.rows * row_bytes)]
+def _is_within(part: Part, column: Column, num_rows: int, size: int) -> bool:
+    """Whether a column's part has ``num_rows`` rows and all of it lies in ``size`` bytes."""
+    if part.rows < num_rows:
+        return False
+    spans = [(part.offset, part.rows * column.row_bytes)]
     if part.table is not None:
         spans.append((part.table.offsets_at, 4 * (part.table.num_strings + 1)))
         spans.append((part.table.bytes_at, part.table.num_bytes))
