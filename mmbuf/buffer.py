@@ -12,18 +12,18 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from mmbuf import files
+from mmbuf import checkpoint, files, storage
 from mmbuf.entry import Entry
-from mmbuf.errors import ClosedError, MmbufError
-from mmbuf.index import TrajectoryIndex
+from mmbuf.errors import ClosedError, MmbufError, WriteError
+from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.schema import Payload, measure
 from mmbuf.trajectory import Trajectory, fields_of
 from mmbuf.window import Batch, Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 
-FORMATS = ("arrow", "npy", "pt", "pkl")
 _LOCK = ".writer.lock"
 _log = logging.getLogger("mmbuf")
 
@@ -67,15 +67,7 @@ class TrajectoryReplayBuffer:
         *,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
-        if trajectory_format not in FORMATS:
-            raise ValueError(
-                f"trajectory_format: expected one of {FORMATS}, got {trajectory_format!r}."
-            )
-        if auto_save and trajectory_format != "arrow":
-            raise ValueError(
-                f"trajectory_format: expected 'arrow' for a store that is written, "
-                f"got {trajectory_format!r}."
-            )
+        storage.checked_format(trajectory_format)
         if cache_size is not None and cache_size < 0:
             raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
         if sample_window_size < 0:
@@ -91,9 +83,11 @@ class TrajectoryReplayBuffer:
         self.auto_save_path = files.absolute(auto_save_path) if auto_save else None
         self.trajectory_format = trajectory_format
         self._pid = files.process_id()
+        self._save_lock = threading.Lock()  # nothing is cleared or loaded while one saves; first
         self._add_lock = threading.Lock()  # one caller at a time adds, flushes, clears or closes
         self._is_closed = False
         self._next_id = 0
+        self._id_step = 1
         self._window = Window(
             seed=seed,
             window_size=sample_window_size,
@@ -123,11 +117,12 @@ class TrajectoryReplayBuffer:
             self._window.close()
             self._lock.release()
             raise
-        self._next_id = contents.trajectory_counter
+        self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
         self._writer = TrajectoryWriter(
             index,
             self._metadata,
             lambda entry: self._window.set_written(entry, directory),
+            self.trajectory_format,
             max_pending_bytes,
         )
 
@@ -183,7 +178,7 @@ class TrajectoryReplayBuffer:
                     f"reserved addresses, got none. Raise RLIMIT_AS or shrink sample_window_size."
                 )
         self._window.add(slot)
-        self._next_id += 1
+        self._next_id += self._id_step
         if writer is not None:
             writer.submit(cache, slot, size_bytes)
         else:
@@ -265,7 +260,7 @@ class TrajectoryReplayBuffer:
             "rng_state": self._window.generator.bit_generator.state,
         }
 
-    # -- ending ------------------------------------------------------------------------------
+    # -- giving back -------------------------------------------------------------------------
 
     def flush(self, sync: bool = False) -> None:
         """Wait until all that was added is published in files, which survive a killed process.
@@ -289,12 +284,97 @@ class TrajectoryReplayBuffer:
 
     def clear(self) -> None:
         """Remove all trajectories, their files too. Ids go on; the schema is free again."""
-        with self._add_lock:
+        with self._save_lock, self._add_lock:
             self._check_can_write("clear")
             if self._writer is not None:
                 self._writer.flush(sync=False)
                 self._writer.clear()
             self._window.clear()
+            if self._writer is not None:
+                self._writer.remove_dead_files()
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, save_path: str | os.PathLike[str], trajectory_format: str | None = None
+    ) -> None:
+        """Save the window, its counters and the generator's state to the directory ``save_path``.
+
+        Of a memory-only buffer that is what is still in memory. Files are linked, not copied,
+        where the file system allows; ``trajectory_format`` other than None or their own converts
+        them. All is on the disk itself when this returns; until then an earlier checkpoint there
+        stays whole. Into the store's own directory it is ``flush(sync=True)``. Nothing in the
+        buffer changes, and other threads may add and sample meanwhile. WriteError if it fails.
+        """
+        if trajectory_format is not None:
+            storage.checked_format(trajectory_format)
+        path = files.absolute(save_path)
+        with self._save_lock, ExitStack() as stack:
+            with self._add_lock:
+                self._check_can_write("save_checkpoint")
+                if self._writer is not None:
+                    is_own = files.is_same(path, self._writer.directory)
+                    self._writer.flush(sync=is_own)
+                    if is_own:
+                        return
+                entries, put = stack.enter_context(self._window.held())
+                contents = Contents()
+                contents.schema = self._window.schema if entries else None
+                for entry in entries:
+                    contents.add(entry)
+                contents.count_from(self._next_id, self._id_step)
+                metadata = self._metadata()
+            try:
+                checkpoint.save(path, contents, metadata, put, trajectory_format)
+            except (FileExistsError, NotADirectoryError):
+                raise
+            except OSError as error:
+                raise WriteError(f"{path}: the checkpoint could not be saved: {error}") from error
+
+    def load_checkpoint(
+        self,
+        load_path: str | os.PathLike[str],
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Replace the content by that of a checkpoint, a store or a directory of RLinf's.
+
+        ``is_distributed``: by the part of ``local_rank`` among ``world_size``; the parts are
+        contiguous, and no two ranks give the same id to what they add afterwards. The generator
+        goes on where it was saved, in each part with a stream of its own. A memory-only buffer
+        maps the files where they are; an auto-saving one links or copies them into its store.
+        FileNotFoundError where there is no checkpoint, CorruptError for a damaged one; then
+        nothing has changed.
+        """
+        if is_distributed and world_size <= 0:
+            raise ValueError(f"world_size: expected at least 1, got {world_size}.")
+        if is_distributed and not 0 <= local_rank < world_size:
+            raise ValueError(f"local_rank: expected [0, {world_size}), got {local_rank}.")
+        path = files.absolute(load_path)
+        with self._save_lock, self._add_lock:
+            self._check_can_write("load_checkpoint")
+            if self._writer is not None:
+                self._writer.flush(sync=False)
+            contents = checkpoint.read(path)
+            checkpoint.check_files(path, contents)
+            generator = checkpoint.generator_of(path, contents, self.seed)
+            if is_distributed and world_size > 1:
+                contents = checkpoint.shard(contents, local_rank, world_size)
+                generator = checkpoint.stream_of(generator, local_rank, world_size)
+            if self._writer is not None:
+                directory = self._writer.directory
+                contents = checkpoint.bring_in(directory, path, contents)
+                self._writer.load(contents)
+                path = directory
+            self._window.clear()
+            self._window.open(contents.schema, contents.entries.values(), path)
+            self._window.generator = generator
+            self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
+            if self._writer is not None:
+                self._writer.remove_dead_files()
+
+    # -- ending ------------------------------------------------------------------------------
 
     def close(self, wait: bool = True) -> None:
         """Write what is pending, then give back all memory and the store's lock.
@@ -303,7 +383,7 @@ class TrajectoryReplayBuffer:
         nowhere else. ``wait=False`` gives up what is not written yet, and says so in the log.
         Closing again does nothing. In a forked child only the child's memory is given back.
         """
-        with self._add_lock:
+        with self._save_lock, self._add_lock:
             if self._is_closed:
                 return
             if self._writer is not None and not self._is_forked():

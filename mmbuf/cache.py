@@ -15,8 +15,8 @@ Gathers take no lock. They read one published `View`, complete before it is publ
 mark in it while they go on and look again whether it is still the current one. Addresses are given
 back only when no view published before the eviction has a mark (`reclaim`).
 
-No array that points into a range leaves this module, but for `lend`: the writer needs the pages of
-a trajectory that cannot be evicted before it is written.
+No array that points into a range leaves this module, but for `lend` and `held`: who writes files
+needs the pages of trajectories that are not given back before he is done.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from mmbuf.schema import Array, Column, Payload, Schema
 from mmbuf.slots import SlotTable, View
 
 Leaf = Any  # an array [K, *S] in storage dtype, or a list of K str
+Lent = tuple[list[Array], dict[int, list[str]]]  # rows of each column, strings of text columns
 
 STATS = ("window_trajectories", "window_samples", "cache_size", "cache_filled", "cache_maps")
 
@@ -140,16 +141,40 @@ class TrajectoryCache:
             self._publish(self._leave())
         return slots
 
-    def lend(self, slot: Slot) -> tuple[list[Array], dict[int, list[str]]]:
+    def lend(self, slot: Slot) -> Lent:
         """The rows of each column of an unwritten slot, and the strings of text columns.
 
         Views of the range, for the writer alone: `written` must not have been called yet.
         """
+        assert slot.place is not None
+        return self._lend(slot, slot.place)
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[Slot], Lent | None]]:
+        """Rows that stay where they are within the block, whatever is evicted meanwhile.
+
+        Yields what lends a slot, None for one that was not in memory when the block began.
+        """
+        mark = object()
+        with self._lock:  # or an eviction could be half done
+            view = self._mark(mark)
+            places = {slot: slot.place for slot in self._resident if slot.is_filled}
+
+        def lend(slot: Slot) -> Lent | None:
+            place = places.get(slot)
+            return None if place is None else self._lend(slot, place)
+
+        try:
+            yield lend
+        finally:
+            view.unmark(mark)
+            self.reclaim()
+
+    def _lend(self, slot: Slot, place: Place) -> Lent:
         rows: list[Array] = []
         texts: dict[int, list[str]] = {}
-        assert slot.place is not None
         for position, num_rows in enumerate(slot.rows):
-            column_rows = self._places.rows_of(slot.place, position, num_rows)
+            column_rows = self._places.rows_of(place, position, num_rows)
             text = self._places.texts.get(position)
             if text is not None:
                 codes, local = np.unique(column_rows, return_inverse=True)
@@ -189,20 +214,25 @@ class TrajectoryCache:
         Arrays ``[K, *S]`` in storage dtype, or list of K str. ``out``: such, to be refilled.
         EmptyBufferError when there is no row.
         """
+        mark = object()
         while True:
-            with self._marked() as view:
+            view = self._mark(mark)
+            try:
                 if view.low == view.high:
                     raise EmptyBufferError("sample: expected rows to draw from, got none.")
-                try:
-                    return self._gather(view, draw(view.low, view.high), out)
-                except FileNotFoundError as error:
-                    # Whoever unlinks a file has published a view without it before.
-                    if view is self._view:
-                        raise CorruptError(str(error.filename), "the file is missing.") from error
+                return self._gather(view, draw(view.low, view.high), out)
+            except FileNotFoundError as error:
+                # Whoever unlinks a file has published a view without it before.
+                if view is self._view:
+                    raise CorruptError(str(error.filename), "the file is missing.") from error
+            finally:
+                view.unmark(mark)
 
     def copy_of(self, slot: Slot) -> list[Leaf] | None:
         """A copy of all rows of a slot, left-out ones too; None when it has to be read."""
-        with self._marked():
+        mark = object()
+        view = self._mark(mark)
+        try:
             # Whoever takes this place away from now on waits for our mark.
             place = slot.place
             if place is None or not slot.is_filled:
@@ -213,21 +243,20 @@ class TrajectoryCache:
                 text = self._places.texts.get(position)
                 leaves.append(np.array(rows) if text is None else text.decode(rows))
             return leaves
+        finally:
+            view.unmark(mark)
 
-    @contextmanager
-    def _marked(self) -> Iterator[View]:
-        """The current view; nothing that it shows is given back within the block."""
-        mark = object()
+    def _mark(self, mark: object) -> View:
+        """The current view; nothing that it shows is given back until it is unmarked.
+
+        Not a context manager: one costs more than all else that is done here.
+        """
         while True:
             view = self._view
-            try:
-                view.marks.append(mark)
-                if view is self._view:
-                    yield view
-                    return
-            finally:
-                if mark in view.marks:
-                    view.marks.remove(mark)
+            view.marks.append(mark)
+            if view is self._view:
+                return view
+            view.unmark(mark)
 
     # -- giving back -------------------------------------------------------------------------
 

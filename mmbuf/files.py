@@ -14,6 +14,7 @@ import socket
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import filelock
 
@@ -21,11 +22,18 @@ from mmbuf.errors import LockedError
 
 _TEMPORARY = ".tmp"
 _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and a temporary's marks
+# What link answers where there are none: other file systems, some network and FAT ones, too many.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
+_COPY_BYTES = 8 << 20
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 
 
 def join(directory: str, name: str) -> str:
     return os.path.join(directory, name)
+
+
+def directory_of(path: str) -> str:
+    return os.path.dirname(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -47,6 +55,11 @@ def escape(text: str) -> str:
     return escaped
 
 
+def trajectory_name(trajectory_id: int, model_weights_id: str) -> str:
+    """The name of a trajectory's file, without its extension; as RLinf has it."""
+    return f"trajectory_{trajectory_id}_{escape(model_weights_id)}"
+
+
 def make_directory(path: str) -> None:
     """Make ``path`` and what is missing above it; an existing directory is left as it is."""
     os.makedirs(path, exist_ok=True)
@@ -61,7 +74,11 @@ def is_directory(path: str) -> bool:
 
 
 def size_of(path: str) -> int:
-    return os.stat(path).st_size
+    """Bytes of a file, or of all files in a directory (not of those below)."""
+    if not os.path.isdir(path):
+        return os.stat(path).st_size
+    with os.scandir(path) as names:
+        return sum(name.stat().st_size for name in names)
 
 
 def names_in(directory: str) -> list[str]:
@@ -76,8 +93,89 @@ def unlink(path: str) -> None:
         return
 
 
+def remove(path: str) -> None:
+    """Remove a file, or a directory with all that is in it; none there is fine."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        if not os.path.basename(path).startswith("."):
+            # All of it goes at once: nobody may find a trajectory with half of its files.
+            path, shown = temporary(path), path
+            os.rename(shown, path)
+        for name in os.listdir(path):
+            remove(os.path.join(path, name))
+        os.rmdir(path)
+    else:
+        unlink(path)
+
+
 def rename(source: str, target: str) -> None:
     os.rename(source, target)
+
+
+def is_same(path: str, other: str) -> bool:
+    """Whether both names are there and mean the same file, or directories of the same files."""
+    try:
+        if os.path.samefile(path, other):
+            return True
+        names = os.listdir(path)
+        return sorted(names) == sorted(os.listdir(other)) and all(
+            os.path.samefile(os.path.join(path, name), os.path.join(other, name)) for name in names
+        )
+    except OSError:
+        return False
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Give a file, or a directory of files, the new name ``target`` as well.
+
+    By hard links, which write no data; by copies where the file systems do not allow them. The
+    target is complete when it appears. FileExistsError if it is there already.
+    """
+    if not os.path.isdir(source):
+        try:
+            os.link(source, target)
+            return
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+    name = temporary(target)
+    try:
+        if os.path.isdir(source):
+            os.mkdir(name)
+            for inner in os.listdir(source):
+                link_or_copy(os.path.join(source, inner), os.path.join(name, inner))
+        else:
+            _copy(source, name)
+        if os.path.lexists(target):  # a race would be with another writer, which the lock forbids
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+        os.rename(name, target)
+    except BaseException:
+        remove(name)
+        raise
+
+
+def _copy(source: str, target: str) -> None:
+    with opened(source) as fd, created(target) as new:
+        left, offset = os.fstat(fd).st_size, 0
+        while left:
+            copied = _copy_some(fd, new, offset, left)
+            if not copied:
+                raise EOFError(f"{source}: the file ends at byte {offset}")
+            offset, left = offset + copied, left - copied
+
+
+def _copy_some(fd: int, new: int, offset: int, size: int) -> int:
+    """Copy some of ``size`` bytes from ``offset`` on; how many."""
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(fd, new, size, offset, offset)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+    data = os.pread(fd, min(size, _COPY_BYTES), offset)
+    write_at(new, data, offset)
+    return len(data)
 
 
 def temporary(path: str) -> str:
@@ -86,11 +184,19 @@ def temporary(path: str) -> str:
     return os.path.join(directory, f".{name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
 
 
+def remove_temporaries_of(path: str) -> None:
+    """Remove what is left of earlier tries to make ``path``. Only for who alone makes it."""
+    directory, name = os.path.split(path)
+    for other in os.listdir(directory):
+        if other.startswith(f".{name}.") and other.endswith(_TEMPORARY):
+            remove(os.path.join(directory, other))
+
+
 def remove_temporaries(directory: str) -> None:
     """Remove what a writer that died left half written. Only for who holds the writer's lock."""
     for name in os.listdir(directory):
         if name.startswith(".") and name.endswith(_TEMPORARY):
-            unlink(os.path.join(directory, name))
+            remove(os.path.join(directory, name))
 
 
 @contextmanager
@@ -109,6 +215,24 @@ def created(path: str) -> Iterator[int]:
 
 
 @contextmanager
+def created_file(path: str) -> Iterator[BinaryIO]:
+    """A new file as a file object, for libraries that want one; else like `created`."""
+    with created(path) as fd, open(fd, "wb", closefd=False) as file:
+        yield file
+
+
+@contextmanager
+def created_directory(path: str) -> Iterator[None]:
+    """A new directory, removed with the files in it if the block fails."""
+    os.mkdir(path)
+    try:
+        yield
+    except BaseException:
+        remove(path)
+        raise
+
+
+@contextmanager
 def opened(path: str) -> Iterator[int]:
     """An existing file, open for reading."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -116,6 +240,13 @@ def opened(path: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextmanager
+def opened_file(path: str) -> Iterator[BinaryIO]:
+    """An existing file as a file object, for libraries that want one; else like `opened`."""
+    with open(path, "rb") as file:
+        yield file
 
 
 def open_for_append(path: str) -> int:
@@ -199,6 +330,14 @@ def replace(path: str, blocks: Iterable[bytes]) -> None:
     except OSError:
         unlink(name)
         raise
+
+
+def sync_whole(path: str) -> None:
+    """Bring a file, or a directory and the files in it, to the disk itself."""
+    if os.path.isdir(path):
+        for name in os.listdir(path):
+            sync(os.path.join(path, name))
+    sync(path)
 
 
 def sync(path: str) -> None:

@@ -7,6 +7,8 @@ rest of its line::
     {"event": "add", "entry": {...}}                         a file was published
     {"event": "drop", "trajectory_ids": [...]}               these are gone
     {"event": "clear", "trajectory_counter": 7}              all are gone; ids go on
+    {"event": "load", "columns": [...], "entries": [...],    others have taken the place of all:
+     "trajectory_counter": 7, "id_step": 1}                  one line, so that it holds or not
     {"event": "sync"}                                        all before this is on the disk itself
 
 Bytes behind the last valid line are a torn tail: the writer died in the middle of a line. Readers
@@ -46,16 +48,21 @@ _log = logging.getLogger("mmbuf")
 
 
 class Contents:
-    """What a journal or snapshot says: schema, entries by id (oldest first), the next id."""
+    """What a journal or snapshot says: schema, entries by id (oldest first), the next id.
+
+    Ids rise by ``id_step``, which is more than 1 where several ranks count side by side.
+    ``metadata`` is what a snapshot says beside the index.
+    """
 
     def __init__(self) -> None:
         self.schema: Schema | None = None
         self.entries: dict[int, Entry] = {}
         self.trajectory_counter = 0
+        self.id_step = 1
         self.total_samples = 0
+        self.metadata: dict[str, Any] = {}
         self.unsynced: list[int] = []  # ids added after the last sync mark
         self.dead_files: list[str] = []  # of trajectories that are gone
-        self._parts: dict[Any, Any] = {}
 
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
@@ -75,6 +82,8 @@ class Contents:
             self.total_samples = 0
             self.schema = None
             self.trajectory_counter = max(self.trajectory_counter, event["trajectory_counter"])
+        elif kind == "load":
+            self.load(_read_load(event))
         elif kind == "sync":
             self.unsynced.clear()
         # An event of a kind that is not known yet says nothing about the trajectories.
@@ -83,9 +92,27 @@ class Contents:
         if entry.trajectory_id in self.entries:
             raise ValueError(f"trajectory_id {entry.trajectory_id} twice")
         self.entries[entry.trajectory_id] = entry
-        self.trajectory_counter = max(self.trajectory_counter, entry.trajectory_id + 1)
+        next_id = entry.trajectory_id + self.id_step
+        self.trajectory_counter = max(self.trajectory_counter, next_id)
         self.total_samples += entry.num_samples
         self.unsynced.append(entry.trajectory_id)
+
+    def load(self, other: Contents) -> None:
+        """Take another's place: its trajectories, schema and counting instead of these."""
+        self.dead_files.extend(entry.file for entry in self.entries.values())
+        self.schema = other.schema
+        self.entries = dict(other.entries)
+        self.total_samples = other.total_samples
+        self.unsynced = list(other.entries)
+        self.trajectory_counter = other.trajectory_counter
+        self.id_step = other.id_step
+
+    def count_from(self, trajectory_counter: int, id_step: int) -> None:
+        """Go on with this id, or the one after the last; ValueError for a step below 1."""
+        if id_step < 1:
+            raise ValueError(f"id_step {id_step}")
+        self.id_step = id_step
+        self.trajectory_counter = max([trajectory_counter, *(i + 1 for i in self.entries)])
 
     def drop(self, trajectory_id: int) -> None:
         entry = self.entries.pop(trajectory_id)
@@ -157,7 +184,7 @@ class TrajectoryIndex:
                 _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
                 files.truncate(self._fd, valid)
             self._drop_unsound()
-            self._remove_dead_files()
+            self.remove_dead_files()
         except BaseException:
             files.close(self._fd)
             raise
@@ -176,21 +203,41 @@ class TrajectoryIndex:
         self.contents.add(entry)
 
     def clear(self) -> None:
-        """All trajectories are gone; their files are unlinked after the journal says so."""
+        """All trajectories are gone; `remove_dead_files` unlinks what was theirs."""
         counter = self.contents.trajectory_counter
         event = {"event": "clear", "trajectory_counter": counter}
         self._append(_encode(event))
         self.contents.apply(event)
-        self._remove_dead_files()
 
-    def keep_counter(self, trajectory_counter: int) -> None:
-        """Ids below ``trajectory_counter`` were given; no later writer may give them again."""
-        self.contents.trajectory_counter = max(self.contents.trajectory_counter, trajectory_counter)
+    def load(self, contents: Contents) -> None:
+        """Others, whose files are in the directory, have taken the place of all trajectories."""
+        schema = contents.schema
+        event = {
+            "event": "load",
+            "version": VERSION,
+            "columns": None if schema is None else schema.to_json(),
+            "entries": [entry.to_json() for entry in contents.entries.values()],
+            "trajectory_counter": contents.trajectory_counter,
+            "id_step": contents.id_step,
+        }
+        self._append(_encode(event))
+        self.contents.load(contents)
+
+    def remove_dead_files(self) -> None:
+        """Unlink the files of trajectories that are gone."""
+        dead = self.contents.dead_files
+        if dead:
+            live = {entry.file for entry in self.contents.entries.values()}
+            here = set(files.names_in(self.directory))
+            for name in dead:
+                if name in here and name not in live:
+                    files.remove(files.join(self.directory, name))
+            dead.clear()
 
     def sync(self) -> None:
         """Bring all that was added to the disk itself, then mark it in the journal."""
         for trajectory_id in self.contents.unsynced:
-            files.sync(files.join(self.directory, self.contents.entries[trajectory_id].file))
+            files.sync_whole(files.join(self.directory, self.contents.entries[trajectory_id].file))
         files.sync(self.directory)  # the names of the files, and of the journal
         self._append(_encode({"event": "sync"}))
         files.sync_open(self._fd)
@@ -240,17 +287,6 @@ class TrajectoryIndex:
             files.append(self._fd, _encode(event))
             self.contents.apply(event)
 
-    def _remove_dead_files(self) -> None:
-        """Unlink the files of trajectories that are gone."""
-        dead = self.contents.dead_files
-        if dead:
-            live = {entry.file for entry in self.contents.entries.values()}
-            here = set(files.names_in(self.directory))
-            for name in dead:
-                if name in here and name not in live:
-                    files.unlink(files.join(self.directory, name))
-            dead.clear()
-
 
 def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:
     """Replace ``metadata.json`` and ``trajectory_index.json`` in ``directory``."""
@@ -259,6 +295,7 @@ def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]
         "size": len(contents.entries),
         "total_samples": contents.total_samples,
         "trajectory_counter": contents.trajectory_counter,
+        "id_step": contents.id_step,
     }
     files.replace(files.join(directory, METADATA), [json.dumps(counts).encode()])
     files.replace(files.join(directory, INDEX), _encode_snapshot(contents, counts))
@@ -285,14 +322,28 @@ def _read_snapshot(path: str, contents: Contents) -> None:
             contents.schema = Schema.from_json(snapshot["schema"])
         for trajectory_id in snapshot["trajectory_id_list"]:
             contents.add(Entry.from_json(snapshot["trajectory_index"][str(trajectory_id)]))
-        contents.trajectory_counter = max(
-            contents.trajectory_counter, int(snapshot["metadata"]["trajectory_counter"])
-        )
+        contents.metadata = dict(snapshot["metadata"])
+        _count_from(contents, contents.metadata)
         contents.unsynced.clear()
     except VersionError as error:
         raise VersionError(f"{path}: {error}") from None
     except _BAD as error:
         raise CorruptError(path, f"not an index: {error!r}.") from error
+
+
+def _read_load(event: dict[str, Any]) -> Contents:
+    _check_version(event["version"])
+    contents = Contents()
+    if event["columns"] is not None:
+        contents.schema = Schema.from_json(event["columns"])
+    for entry in event["entries"]:
+        contents.add(Entry.from_json(entry))
+    _count_from(contents, event)
+    return contents
+
+
+def _count_from(contents: Contents, json: dict[str, Any]) -> None:
+    contents.count_from(int(json["trajectory_counter"]), int(json.get("id_step", 1)))
 
 
 def _check_version(version: Any) -> None:

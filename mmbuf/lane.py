@@ -25,11 +25,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from mmbuf import vm
 from mmbuf.schema import Array, Column
 from mmbuf.vm import HUGE_PAGE, PAGE, AddressRange, round_up
 
-# Below this a mapping's VMA, its faults and its rounding to pages cost more than a copy.
-MAP_THRESHOLD = 16 << 10
 # An extent may take this many times its bytes in addresses to begin on a page boundary.
 _MAX_STRETCH = 64
 _FIRST_LIMIT = 64 << 20
@@ -75,7 +74,8 @@ class Lane:
         ]
         self._limit = min(self._size, max(_FIRST_LIMIT, 2 * self._page))
         self._runs: deque[deque[Extent]] = deque()  # oldest first, and so is each of them
-        self._committed = 0  # up to here the bytes behind the newest extent have anonymous pages
+        # Up to here the bytes behind the newest extent can be written, and have pages already.
+        self._committed = self._populated = 0
 
     def place(self, num_rows: int) -> Extent | None:
         """Take the next ``num_rows`` rows of the ring; None when there is no room now.
@@ -90,7 +90,7 @@ class Lane:
             return None
         is_new_run = not self._runs or extent.start != round_up(head, step or self.row_bytes)
         if is_new_run:
-            self._committed = 0
+            self._committed = self._populated = 0
         if not extent.is_mappable:
             self._commit_dense(extent)
         if is_new_run:
@@ -99,9 +99,16 @@ class Lane:
         return extent
 
     def commit(self, extent: Extent) -> None:
-        """Put anonymous pages behind a mappable extent."""
-        for range_ in self.ranges:
-            range_.commit(extent.start, extent.stop)
+        """Put anonymous pages behind an extent that rows are copied into now."""
+        if extent.is_mappable:
+            for range_ in self.ranges:
+                range_.commit(extent.start, extent.stop)
+        elif extent.stop > self._populated and self._populated < self._committed:
+            # As far ahead as is committed: a fault for each page would cost more than the copy.
+            start = max(_floor(extent.start), self._populated)
+            for range_ in self.ranges:
+                range_.populate(start, self._committed)
+            self._populated = self._committed
 
     def release(self, extent: Extent) -> None:
         """Give back the extent's rows, and the pages that only released extents lie in."""
@@ -120,9 +127,10 @@ class Lane:
             start = newest.start if newest.is_mappable else round_up(newest.start, PAGE)
             self._give_back(start, round_up(newest.stop, PAGE))
             self._committed = min(self._committed, start)
+            self._populated = min(self._populated, start)
             if not self._runs[-1]:
                 self._runs.pop()
-                self._committed = 0
+                self._committed = self._populated = 0
 
     def close(self) -> None:
         for range_ in self.ranges:
@@ -131,7 +139,7 @@ class Lane:
 
     def _step(self, size: int) -> int:
         """What a mappable extent of ``size`` bytes starts on and is rounded up to; 0 for dense."""
-        if not self._can_map or size < MAP_THRESHOLD:
+        if not self._can_map or size < vm.MAP_THRESHOLD:
             return 0
         if size >= HUGE_PAGE and round_up(size, self._huge_page) <= 2 * size:
             return self._huge_page
@@ -166,11 +174,14 @@ class Lane:
         return min(starts, default=self._limit)
 
     def _commit_dense(self, extent: Extent) -> None:
-        start, stop = _floor(extent.start), round_up(extent.stop, PAGE)
-        if stop <= self._committed:
+        start, stop = max(_floor(extent.start), self._committed), round_up(extent.stop, PAGE)
+        if stop <= start:
             return
-        # Ahead of need, since a system call per column and trajectory would cost more than a copy.
-        stop = max(stop, min(start + _COMMIT_STEP, self._roof(extent.start)))
+        # Ahead of need, since a system call per column and trajectory would cost more than a copy;
+        # and by whole huge pages once there are many rows, since random rows of them are looked up
+        # faster.
+        ahead = start + _COMMIT_STEP if start < HUGE_PAGE else round_up(stop, HUGE_PAGE)
+        stop = max(stop, min(ahead, self._roof(extent.start)))
         for range_ in self.ranges:
             range_.commit(start, stop)
         self._committed = stop

@@ -8,18 +8,19 @@ the window: here a trajectory's columns are copied in, mapped, rewired or read. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from mmbuf import files, vm
-from mmbuf.entry import Entry, Part
-from mmbuf.formats import arrow
-from mmbuf.lane import MAP_THRESHOLD, Extent, Lane, lanes_of
+from mmbuf import storage, vm
+from mmbuf.entry import Entry
+from mmbuf.lane import Extent, Lane, lanes_of
 from mmbuf.schema import Array, Payload, Schema, TextTable
+from mmbuf.storage import Source
 
 RESERVED_BYTES = 8 << 40  # of the 128 TiB of addresses that a process has
 _MIN_RESERVED_BYTES = 64 << 20
@@ -113,8 +114,7 @@ class Places:
     def copy_in(self, place: Place, payload: Payload) -> None:
         """Copy a trajectory's rows to its place."""
         for lane, extent in zip(self.lanes, place.extents, strict=True):
-            if extent.is_mappable:
-                lane.commit(extent)
+            lane.commit(extent)
         with torch.no_grad():
             for position, num_rows in enumerate(payload.rows):
                 rows = self.rows_of(place, position, num_rows)
@@ -130,12 +130,11 @@ class Places:
         if not vm.MAPS.take(len(columns)):
             return False
         try:
-            with files.opened(slot.path) as fd:
-                self._check(fd, slot)
+            with self._opened(slot) as source:
                 for position, lane, extent, i in columns:
-                    offset = slot.entry.parts[position].offset
+                    fd, offset = source.location(position)
                     lane.ranges[i].map_file(extent.start, extent.stop, fd, offset)
-                self._read_in(fd, slot, place, {position for position, *_ in columns})
+                self._read_in(source, slot, place, {position for position, *_ in columns})
         except BaseException as error:
             # The next try may map other columns, and must find no mapping where it copies.
             for _, lane, extent, i in columns:
@@ -162,11 +161,11 @@ class Places:
             return False
         place.num_maps = len(columns)
         try:
-            with files.opened(slot.path) as fd:
+            with self._opened(slot) as source:
                 for position, lane, extent, i in columns:
-                    part = slot.entry.parts[position]
-                    size = part.rows * lane.row_bytes
-                    lane.ranges[i].rewire(extent.start, extent.stop, fd, part.offset, size)
+                    fd, offset = source.location(position)
+                    size = slot.rows[position] * lane.row_bytes
+                    lane.ranges[i].rewire(extent.start, extent.stop, fd, offset, size)
         except OSError as error:
             _log.warning("%s: its pages stay in memory of their own: %s", slot.path, error)
         return True
@@ -176,29 +175,34 @@ class Places:
 
         Of text columns the codes.
         """
-        with files.opened(slot.path) as fd:
-            self._check(fd, slot)
-            arrow.read_rows(fd, slot.path, slot.entry, self.schema, rows, leaves, targets)
+        with self._opened(slot) as source:
+            source.read_rows(rows, leaves, targets)
             for position, text in self.texts.items():
-                codes = _codes(fd, slot, slot.entry.parts[position], text)
-                leaves[position][targets] = codes[rows]
+                codes, strings = source.read_text(position)
+                leaves[position][targets] = text.encode(strings)[codes[rows]]
 
     def close(self) -> None:
         """Give all addresses back."""
         for lane in self.lanes:
             lane.close()
 
-    def _check(self, fd: int, slot: Slot) -> None:
-        if not slot.is_checked:
-            arrow.check(fd, slot.path, slot.entry, self.schema)
+    @contextmanager
+    def _opened(self, slot: Slot) -> Iterator[Source]:
+        """The slot's file, checked when it is opened for the first time."""
+        format_ = storage.FORMATS[slot.entry.format]
+        is_checked = slot.is_checked
+        with format_.opened(slot.path, slot.entry, self.schema, is_checked=is_checked) as source:
             slot.is_checked = True
+            yield source
 
     def _columns_to_map(self, slot: Slot, place: Place) -> list[tuple[int, Lane, Extent, int]]:
         """Position, lane, extent and range of each column whose file part is to be mapped."""
-        threshold = MAP_THRESHOLD * (_SHORT_OF_MAPS if vm.MAPS.is_short else 1)
+        if not self._can_map or not storage.FORMATS[slot.entry.format].CAN_MAP:
+            return []
+        threshold = vm.MAP_THRESHOLD * (_SHORT_OF_MAPS if vm.MAPS.is_short else 1)
         found = []
         for position, home in enumerate(self.homes):
-            if home is None or not self._can_map:
+            if home is None:
                 continue
             lane, extent = self.lanes[home[0]], place.extents[home[0]]
             is_aligned = slot.entry.parts[position].offset % vm.PAGE == 0
@@ -207,31 +211,22 @@ class Places:
                 found.append((position, lane, extent, home[1]))
         return found
 
-    def _read_in(self, fd: int, slot: Slot, place: Place, mapped: set[int]) -> None:
+    def _read_in(self, source: Source, slot: Slot, place: Place, mapped: set[int]) -> None:
         """Copy the columns that are not mapped from the file to their place."""
-        for position, part in enumerate(slot.entry.parts):
+        for position, num_rows in enumerate(slot.rows):
             home = self.homes[position]
             if home is None or position in mapped:
                 continue
             extent = place.extents[home[0]]
             if extent.is_mappable:
                 self.lanes[home[0]].ranges[home[1]].commit(extent.start, extent.stop)
-            rows = self.rows_of(place, position, part.rows)
+            rows = self.rows_of(place, position, num_rows)
             text = self.texts.get(position)
             if text is None:
-                arrow.read_part(fd, slot.path, part, rows)
+                source.read_part(position, rows)
             else:
-                rows[...] = _codes(fd, slot, part, text)
-
-
-def _codes(fd: int, slot: Slot, part: Part, text: TextTable) -> Array:
-    """A text column of a file, in the codes of ``text``."""
-    assert part.table is not None
-    codes = np.empty(part.rows, np.int32)
-    arrow.read_part(fd, slot.path, part, codes)
-    strings = arrow.read_table(fd, slot.path, part.table)
-    arrow.check_codes(codes, strings, slot.path, part)
-    return text.encode(strings)[codes]
+                codes, strings = source.read_text(position)
+                rows[...] = text.encode(strings)[codes]
 
 
 def _reserve(schema: Schema, reserved_bytes: int, can_map: bool) -> list[Lane]:

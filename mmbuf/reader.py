@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mmbuf import files, index
+from mmbuf import checkpoint, files
 from mmbuf.errors import ClosedError
 from mmbuf.trajectory import Trajectory
 from mmbuf.window import Batch, Window
@@ -18,9 +18,10 @@ from mmbuf.window import Batch, Window
 class ReplayReader:
     """Random rows of a store, read-only. Opening reads the index and no data file.
 
-    ``path`` is a store directory; ``seed`` and ``sample_window_size`` are as in
-    `TrajectoryReplayBuffer`, but the window is by default the whole store. FileNotFoundError where
-    there is no store. Thread-safe but for `close`.
+    ``path`` is a store, a checkpoint, or a directory of RLinf's (whose files have to be opened for
+    their schema). ``seed`` and ``sample_window_size`` are as in `TrajectoryReplayBuffer`, but the
+    window is by default the whole store. FileNotFoundError where there is none. Thread-safe but
+    for `close`.
     """
 
     def __init__(
@@ -29,12 +30,7 @@ class ReplayReader:
         self.path = files.absolute(path)
         if not files.is_directory(self.path):
             raise FileNotFoundError(f"{self.path}: expected a store directory, got none.")
-        try:
-            contents, _ = index.read(self.path)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{self.path}: expected a store, got a directory without {index.JOURNAL}."
-            ) from error
+        contents = checkpoint.read(self.path)
         self._is_closed = False
         self._window = Window(
             seed=seed, window_size=sample_window_size, cache_size=None, can_map=True

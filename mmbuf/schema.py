@@ -140,6 +140,10 @@ class Schema:
             for i, column in enumerate(self.columns)
             if column.viewed_as is not None
         ]
+        self.storages = [column.storage for column in self.columns]
+        self.no_extra_steps = (0,) * len(self.columns)
+        self.is_plain = not self.viewed and not any(column.is_text for column in self.columns)
+        self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         # For nest(): each dict with its keys in their order, parents first; which dict goes where;
         # and the dict and key of each leaf.
         self._dicts: list[dict[str, Any]] = [{}]
@@ -157,6 +161,7 @@ class Schema:
             home = numbers[column.path[:-1]]
             self._dicts[home][column.path[-1]] = None
             self._homes.append((home, column.path[-1]))
+        self._dict_sizes = [len(keys) for keys in self._dicts]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schema) and self.columns == other.columns
@@ -176,6 +181,16 @@ class Schema:
         for (home, key), leaf in zip(self._homes, leaves, strict=True):
             dicts[home][key] = leaf
         return dicts[0]
+
+    def has_keys_of(self, nested: Mapping[str, Any]) -> bool:
+        """Whether ``nested`` and its dicts have as many keys as a dict of this schema's columns."""
+        try:
+            dicts = [nested] * len(self._dicts)
+            for number, parent, key in self._inner:
+                dicts[number] = dicts[parent][key]
+            return [len(found) for found in dicts] == self._dict_sizes
+        except (KeyError, TypeError, IndexError):
+            return False
 
     def pick(self, nested: Mapping[str, Any], what: str) -> list[Any]:
         """Like `leaves`, but other values in ``nested`` are passed over."""
@@ -204,6 +219,15 @@ class Schema:
                     f"column {_name(path)!r}: expected in the {what}, but it is missing."
                 )
         return [found[column.path] for column in self.columns]
+
+    def shapes(self, *sizes: int) -> list[tuple[int, ...]]:
+        """The shape ``(*sizes, *S)`` of each column; shared, not to be changed."""
+        shapes = self._shapes.get(sizes)
+        if shapes is None:
+            shapes = [(*sizes, *column.row_shape) for column in self.columns]
+            # Callers hardly ever change their sizes; the last few are enough.
+            self._shapes = {**dict([*self._shapes.items()][-3:]), sizes: shapes}
+        return shapes
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
@@ -289,6 +313,9 @@ def measure(fields: Mapping[str, Any], schema: Schema | None = None) -> Payload:
         schema = Schema(_describe(path, leaf) for path, leaf in found)
         leaves = [leaf for _, leaf in found]
     else:
+        payload = _measure_plain(fields, schema)
+        if payload is not None:
+            return payload
         values = schema.leaves(fields, "trajectory")
         leaves = [_checked(c.path, v) for c, v in zip(schema.columns, values, strict=True)]
         for column, leaf in zip(schema.columns, leaves, strict=True):
@@ -300,6 +327,28 @@ def measure(fields: Mapping[str, Any], schema: Schema | None = None) -> Payload:
         for column, size in zip(schema.columns, sizes, strict=True)
     )
     return Payload(schema, leaves, num_steps, num_envs, extra)
+
+
+def _measure_plain(fields: Mapping[str, Any], schema: Schema) -> Payload | None:
+    """`measure` for the common case, all columns at once; None where any needs a closer look.
+
+    That is: tensors that NumPy can look into, all of the same T and B, without text or bits.
+    """
+    if not schema.is_plain or not schema.has_keys_of(fields):
+        return None
+    try:
+        leaves = [leaf.numpy() for leaf in schema.pick(fields, "trajectory")]
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    num_steps, num_envs = (*leaves[0].shape, 0, 0)[:2]
+    if (
+        not num_steps
+        or not num_envs
+        or [leaf.dtype for leaf in leaves] != schema.storages
+        or [leaf.shape for leaf in leaves] != schema.shapes(num_steps, num_envs)
+    ):
+        return None
+    return Payload(schema, leaves, num_steps, num_envs, schema.no_extra_steps)
 
 
 def interleave(rows: Array, column: Column, num_steps: int, num_envs: int) -> Array:
@@ -326,6 +375,11 @@ class TextTable:
         self._strings: list[str] = []
         self._codes: dict[str, int] = {}
         self._lock = threading.Lock()  # guards the table against two that encode
+
+    @property
+    def strings(self) -> list[str]:
+        """All strings in the order of their codes; a copy."""
+        return list(self._strings)
 
     def encode(self, strings: Iterable[str]) -> Array:
         """Codes ``int32 [N]`` of ``strings``; new ones join the table."""

@@ -69,6 +69,11 @@ class View:
         self.needs_slots = not is_filled or None in self._shifts
         self.marks: list[object] = []
 
+    def unmark(self, mark: object) -> None:
+        """Take a mark away; none there is fine (a forked child takes those of other threads)."""
+        if mark in self.marks:
+            self.marks.remove(mark)
+
     def slots_of(self, rows: Array) -> Array:
         """Index into the table of the slot of each row; int64."""
         if self._guide is None:

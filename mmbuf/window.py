@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from mmbuf import files, sampling
+from mmbuf import files, sampling, storage
 from mmbuf.cache import STATS, Leaf, TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError, SchemaError
-from mmbuf.formats import arrow
 from mmbuf.places import Slot
-from mmbuf.schema import TEXT, Column, Schema, interleave
+from mmbuf.schema import Column, Schema, interleave
 from mmbuf.trajectory import Trajectory
 
 Batch = dict[str, Any]
@@ -170,8 +170,8 @@ class Window:
                 raise KeyError(
                     f"trajectory {trajectory_id}: no longer in memory, and it has no file."
                 )
-            path = files.join(self._directories[trajectory_id], entry.file)
-            leaves = arrow.map_columns(path, entry, schema, can_map=self._can_map)
+            path = self._path_of(entry)
+            leaves = storage.FORMATS[entry.format].load(path, entry, schema, can_map=self._can_map)
         return Trajectory.from_columns(
             schema.nest(
                 [
@@ -182,6 +182,42 @@ class Window:
             max_episode_length=entry.max_episode_length,
             model_weights_id=entry.model_weights_id,
         )
+
+    @contextmanager
+    def held(self) -> Iterator[tuple[list[Entry], Callable[[Entry, str, str], Entry]]]:
+        """The window's trajectories as they are now, and what brings one of them to a file.
+
+        That is ``put(entry, path, format_name)``; it links or copies the file where there is one,
+        and else writes the rows in memory, which are held within the block.
+        """
+        if self.cache is None:
+            yield [], _nothing_to_put
+            return
+        cache = self.cache
+        with cache.held() as lend:
+            entries = [self.entries[trajectory_id] for trajectory_id in self.window_ids]
+            sources = {entry.uuid: (entry, self._path_of(entry)) for entry in entries}
+            slots = {entry.uuid: self._slots.get(entry.trajectory_id) for entry in entries}
+
+            def put(entry: Entry, path: str, format_name: str) -> Entry:
+                known, source = sources[entry.uuid]
+                if source:
+                    return storage.copy(
+                        source, known, cache.schema, path, format_name, can_map=self._can_map
+                    )
+                slot = slots[entry.uuid]
+                assert slot is not None
+                lent = lend(slot)
+                assert lent is not None
+                return storage.write(path, entry, cache.schema, *lent, format_name)
+
+            yield entries, put
+
+    def _path_of(self, entry: Entry) -> str:
+        """The trajectory's file; empty where there is none."""
+        if not entry.file:
+            return ""
+        return files.join(self._directories[entry.trajectory_id], entry.file)
 
     def get_stats(self) -> dict[str, int]:
         """Counts of the list, the window and the cache."""
@@ -203,6 +239,10 @@ class Window:
             self.cache.renew_locks()
 
 
+def _nothing_to_put(entry: Entry, path: str, format_name: str) -> Entry:
+    raise AssertionError("there is no trajectory")
+
+
 def _batch(schema: Schema, leaves: list[Leaf]) -> Batch:
     """Arrays in storage dtype as the nested dict of tensors; views."""
     tensors: list[Any] = [
@@ -215,32 +255,45 @@ def _batch(schema: Schema, leaves: list[Leaf]) -> Batch:
 
 def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Leaf]:
     """The memory of ``out``, column by column; SchemaError if it is not such a batch."""
-    targets: list[Leaf] = []
-    for column, leaf in zip(schema.columns, schema.pick(out, "out"), strict=True):
-        if column.dtype == TEXT:
-            if not isinstance(leaf, list):
-                raise _misfit(column, num_chunks, leaf)
-            targets.append(leaf)
-            continue
-        try:
-            if column.viewed_as is None:
-                array = leaf.numpy()
-            else:
-                array = leaf.view(column.storage_as).numpy()
-                if leaf.dtype != column.viewed_as:
-                    raise _misfit(column, num_chunks, leaf)
-        except (AttributeError, TypeError, RuntimeError) as error:
-            # No tensor, or one that NumPy cannot look into: on a device, with grad, conjugate.
-            raise _misfit(column, num_chunks, leaf) from error
-        if (
-            array.dtype != column.storage
-            or array.shape[0:1] != (num_chunks,)
-            or array.shape[1:] != column.row_shape
-            or not array.flags.c_contiguous
-        ):
+    leaves = schema.pick(out, "out")
+    if schema.is_plain:
+        # All columns at once, since each step counts in a small batch.
+        with suppress(AttributeError, TypeError, RuntimeError):
+            targets = [leaf.numpy() for leaf in leaves]
+            if (
+                [target.shape for target in targets] == schema.shapes(num_chunks)
+                and [target.dtype for target in targets] == schema.storages
+                and all(target.flags.c_contiguous for target in targets)
+            ):
+                return targets
+    return [
+        _target(column, leaf, num_chunks)
+        for column, leaf in zip(schema.columns, leaves, strict=True)
+    ]
+
+
+def _target(column: Column, leaf: Any, num_chunks: int) -> Leaf:
+    if column.is_text:
+        if not isinstance(leaf, list):
             raise _misfit(column, num_chunks, leaf)
-        targets.append(array)
-    return targets
+        return leaf
+    try:
+        if column.viewed_as is None:
+            array = leaf.numpy()
+        else:
+            array = leaf.view(column.storage_as).numpy()
+            if leaf.dtype != column.viewed_as:
+                raise _misfit(column, num_chunks, leaf)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        # No tensor, or one that NumPy cannot look into: on a device, with grad, conjugate.
+        raise _misfit(column, num_chunks, leaf) from error
+    if (
+        array.dtype != column.storage
+        or array.shape != (num_chunks, *column.row_shape)
+        or not array.flags.c_contiguous
+    ):
+        raise _misfit(column, num_chunks, leaf)
+    return array
 
 
 def _misfit(column: Column, num_chunks: int, leaf: object) -> SchemaError:

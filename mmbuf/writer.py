@@ -14,12 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mmbuf import files
+from mmbuf import files, storage
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import WriteError
-from mmbuf.formats import arrow
-from mmbuf.index import TrajectoryIndex
+from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.places import Slot
 
 MAX_PENDING_BYTES = 512 << 20
@@ -29,8 +28,9 @@ _LOOK_S = 1.0  # waits end by themselves to look whether the thread still lives
 class TrajectoryWriter:
     """Writes slots of a cache to the store of ``index``.
 
-    ``submit``, ``wait_for_room``, ``flush``, ``clear`` and ``close`` are for one thread at a time.
-    ``metadata()`` gives what the snapshots say beside the index.
+    ``submit``, ``wait_for_room``, ``flush``, ``clear``, ``load`` and ``close`` are for one thread
+    at a time. ``metadata()`` gives what the snapshots say beside the index; ``format_name`` is that
+    of the files.
     """
 
     def __init__(
@@ -38,11 +38,13 @@ class TrajectoryWriter:
         index: TrajectoryIndex,
         metadata: Callable[[], dict[str, Any]],
         on_written: Callable[[Entry], None],
+        format_name: str,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         self._index = index
         self._metadata = metadata
         self._on_written = on_written
+        self._format_name = format_name
         self._max_pending_bytes = max_pending_bytes
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmbuf-writer")
         self._pending: deque[tuple[TrajectoryCache, Slot, int]] = deque()
@@ -51,6 +53,11 @@ class TrajectoryWriter:
         self._is_running = False
         self._failure: BaseException | None = None
         self._published: tuple[Slot, Entry, str] | None = None  # and not yet told to the cache
+
+    @property
+    def directory(self) -> str:
+        """The store's."""
+        return self._index.directory
 
     @property
     def num_pending(self) -> int:
@@ -97,8 +104,16 @@ class TrajectoryWriter:
         self.raise_failure()  # of a snapshot, which comes after the last trajectory
 
     def clear(self) -> None:
-        """Journal that all trajectories are gone, and unlink them. Nothing may be pending."""
+        """Journal that all trajectories are gone. Nothing may be pending."""
         self._call(self._index.clear)
+
+    def load(self, contents: Contents) -> None:
+        """Journal that others have taken the place of all. Nothing may be pending."""
+        self._call(self._index.load, contents)
+
+    def remove_dead_files(self) -> None:
+        """Unlink what is gone, once no gather is shown it any more."""
+        self._call(self._index.remove_dead_files)
 
     def close(self, *, wait: bool) -> int:
         """End the thread; with ``wait`` write all before. How many trajectories were given up."""
@@ -169,25 +184,20 @@ class TrajectoryWriter:
     def _publish(self, cache: TrajectoryCache, slot: Slot) -> tuple[Entry, str]:
         """Write the slot's file, give it its name and journal it; its entry and path."""
         entry = slot.entry
-        name = f"trajectory_{entry.trajectory_id}_{files.escape(entry.model_weights_id)}"
-        path = files.join(self._index.directory, name + arrow.EXTENSION)
-        if files.exists(path):  # left by a writer that died before it journalled it
-            name += f".{entry.uuid[:8]}"
-            path = files.join(self._index.directory, name + arrow.EXTENSION)
-        temporary = files.temporary(path)
+        name = files.trajectory_name(entry.trajectory_id, entry.model_weights_id)
+        extension = storage.FORMATS[self._format_name].EXTENSION
+        file = name + extension
+        if files.exists(files.join(self._index.directory, file)):
+            # Left by a writer that died before it journalled it, or brought in by a load.
+            file = f"{name}.{entry.uuid[:8]}{extension}"
+        path = files.join(self._index.directory, file)
+        entry = dataclasses.replace(entry, file=file)
         rows, texts = cache.lend(slot)
-        entry = dataclasses.replace(entry, file=name + arrow.EXTENSION)
-        with files.created(temporary) as fd:
-            entry = arrow.write(fd, entry, cache.schema, rows, texts)
-        try:
-            files.rename(temporary, path)
-        except BaseException:
-            files.unlink(temporary)
-            raise
+        entry = storage.write(path, entry, cache.schema, rows, texts, self._format_name)
         try:
             self._index.add(cache.schema, entry)
         except BaseException:
-            files.unlink(path)
+            files.remove(path)
             raise
         return entry, path
 

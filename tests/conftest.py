@@ -51,6 +51,12 @@ def _settles(is_settled: object) -> bool:
 
 
 @pytest.fixture(autouse=True)
+def _map_small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small trajectories are mapped and rewired as large ones are."""
+    monkeypatch.setattr(vm, "MAP_THRESHOLD", 16 << 10)
+
+
+@pytest.fixture(autouse=True)
 def _no_leaks(tmp_path: object) -> Iterator[None]:
     files, threads, maps = _open_files(), _threads(), vm.MAPS.used
     yield

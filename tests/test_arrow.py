@@ -14,6 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from data import DTYPES, bits, random_bits, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmbuf import files
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.formats import arrow
@@ -69,9 +69,14 @@ def write(path: Path | str, fields: dict[str, Any], **known: Any) -> Written:
             payload.copy_rows(i, rows[-1])
     entry = Entry(UUID, 7, payload.shape, 80, "weights é", 1700000000.25)
     entry = dataclasses.replace(entry, file=Path(path).name, **known)
-    with files.created(str(path)) as fd:
-        entry = arrow.write(fd, entry, payload.schema, rows, texts)
+    entry = arrow.write(str(path), entry, payload.schema, rows, texts)
     return Written(str(path), entry, payload.schema, rows, texts)
+
+
+def opened(
+    file: Written, entry: Entry | None = None, *, is_checked: bool = True
+) -> AbstractContextManager[arrow.Source]:
+    return arrow.opened(file.path, entry or file.entry, file.schema, is_checked=is_checked)
 
 
 def every_dtype() -> dict[str, Any]:
@@ -336,7 +341,7 @@ def test_a_last_column_without_bytes_leaves_the_others_whole(tmp_path: Path) -> 
     fields = {"a": torch.arange(4000.0).reshape(10, 400), "none": torch.zeros(10, 400, 0)}
     file = write(tmp_path / "a.arrow", fields)
     assert len(file.data) == file.entry.size_bytes
-    leaf = arrow.map_columns(file.path, file.entry, file.schema, can_map=True)[0]
+    leaf = arrow.load(file.path, file.entry, file.schema, can_map=True)[0]
     assert np.array_equal(leaf, file.rows[0])
     read_table(file.path).validate(full=True)
 
@@ -347,7 +352,7 @@ def test_columns_without_bytes_alone_come_back(tmp_path: Path) -> None:
     assert read_table(file.path).column_names == []
     entry, schema, crcs = arrow.describe(file.path, "a.arrow")
     assert (entry, schema, crcs) == (file.entry, file.schema, [0, 0])
-    leaves = arrow.map_columns(file.path, entry, schema, can_map=True)
+    leaves = arrow.load(file.path, entry, schema, can_map=True)
     assert [leaf.shape for leaf in leaves] == [(12, 0), (12, 2, 0)]  # type: ignore[union-attr]
 
 
@@ -356,7 +361,7 @@ def test_a_single_row_comes_back(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", fields)
     table = read_table(file.path)
     assert (table.num_rows, table["a"].to_pylist(), table["text"].to_pylist()) == (1, [7], ["x"])
-    leaves = arrow.map_columns(file.path, file.entry, file.schema, can_map=True)
+    leaves = arrow.load(file.path, file.entry, file.schema, can_map=True)
     assert leaves[0].tolist() == [7]  # type: ignore[union-attr]
     assert leaves[1] == ["x"]
     assert np.array_equal(leaves[2], np.ones((1, 200, 200)))
@@ -367,7 +372,7 @@ def test_a_trajectory_of_thousands_of_columns_comes_back(tmp_path: Path) -> None
     fields = {f"column {i}": torch.full((1, 1), i) for i in range(3000)}
     file = write(tmp_path / "a.arrow", fields)
     assert arrow.describe(file.path, "a.arrow")[:2] == (file.entry, file.schema)
-    leaves = arrow.map_columns(file.path, file.entry, file.schema, can_map=True)
+    leaves = arrow.load(file.path, file.entry, file.schema, can_map=True)
     assert [int(leaf[0]) for leaf in leaves] == list(range(3000))
 
 
@@ -384,7 +389,7 @@ def test_arrow_tools_see_the_aligned_rows_and_mmbuf_the_left_out_ones_too(tmp_pa
     assert table["dones"].to_pylist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert table["prev_values"].to_pylist() == [100, 101, 102, 103, 106, 107, 108, 109]
     entry = arrow.describe(file.path, "a.arrow")[0]
-    leaves = arrow.map_columns(file.path, entry, file.schema, can_map=True)
+    leaves = arrow.load(file.path, entry, file.schema, can_map=True)
     whole = [
         interleave(leaf, column, 4, 2)  # type: ignore[arg-type]
         for leaf, column in zip(leaves, file.schema.columns, strict=True)
@@ -449,14 +454,14 @@ def test_the_header_is_json_that_people_can_read(small: Written) -> None:
 def test_any_weights_id_comes_back(tmp_path: Path, weights: str) -> None:
     file = write(tmp_path / "a.arrow", trajectory(1), model_weights_id=weights)
     assert arrow.describe(file.path, "a.arrow")[0] == file.entry
-    assert len(arrow.map_columns(file.path, file.entry, file.schema, can_map=True)) == 5
+    assert len(arrow.load(file.path, file.entry, file.schema, can_map=True)) == 5
 
 
 # -- reading rows ----------------------------------------------------------------------------------
 
 
 def test_mapped_columns_hold_what_was_written(written: Written) -> None:
-    leaves = arrow.map_columns(written.path, written.entry, written.schema, can_map=True)
+    leaves = arrow.load(written.path, written.entry, written.schema, can_map=True)
     for i, (leaf, column) in enumerate(zip(leaves, written.schema.columns, strict=True)):
         if column.is_text:
             assert leaf == written.row_strings(i)
@@ -468,8 +473,8 @@ def test_mapped_columns_hold_what_was_written(written: Written) -> None:
 
 def test_writing_to_mapped_columns_never_changes_the_file(small: Written) -> None:
     before = small.data
-    first = arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
-    second = arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
+    first = arrow.load(small.path, small.entry, small.schema, can_map=True)
+    second = arrow.load(small.path, small.entry, small.schema, can_map=True)
     for leaf in first:
         if isinstance(leaf, np.ndarray):
             leaf[...] = 1
@@ -484,7 +489,7 @@ def _num_maps(path: str) -> int:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
 def test_the_mapping_dies_with_its_last_array(small: Written) -> None:
-    leaves = arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
+    leaves = arrow.load(small.path, small.entry, small.schema, can_map=True)
     assert _num_maps(small.path) == 1
     last = leaves[3][2:, 1]  # type: ignore[call-overload]
     expected = small.rows[3][2:, 1]
@@ -498,7 +503,7 @@ def test_the_mapping_dies_with_its_last_array(small: Written) -> None:
 
 
 def test_mapped_columns_outlive_the_name_of_their_file(small: Written) -> None:
-    leaves = arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
+    leaves = arrow.load(small.path, small.entry, small.schema, can_map=True)
     os.unlink(small.path)
     assert bits(leaves[3]) == bits(small.rows[3])
 
@@ -509,8 +514,8 @@ def test_rows_are_read_in_any_order_to_any_target(tmp_path: Path, image: tuple[i
     rows = np.array([19, 0, 7, 7, 3])
     targets = np.array([4, 0, 2, 5, 1])
     leaf = np.full((6, *image), 77, np.int16)
-    with files.opened(file.path) as fd:
-        arrow.read_rows(fd, file.path, file.entry, file.schema, rows, [leaf], targets)
+    with opened(file) as source:
+        source.read_rows(rows, [leaf], targets)
     assert np.array_equal(leaf[targets], file.rows[0][rows])
     assert (leaf[3] == 77).all()
 
@@ -518,13 +523,10 @@ def test_rows_are_read_in_any_order_to_any_target(tmp_path: Path, image: tuple[i
 @pytest.mark.parametrize("strings", [[""], ["", "a", ""], ["é" * 1000, "日本", "\0"], ["a"] * 3])
 def test_a_text_table_comes_back(tmp_path: Path, strings: list[str]) -> None:
     file = write(tmp_path / "a.arrow", {"text": [strings], "other": [["x"] * len(strings)]})
-    table = file.entry.parts[0].table
-    assert table is not None
-    with files.opened(file.path) as fd:
-        assert arrow.read_table(fd, file.path, table) == file.texts[0]
-        assert file.entry.parts[1].table is not None
-        assert arrow.read_table(fd, file.path, file.entry.parts[1].table) == ["x"]
-    assert arrow.map_columns(file.path, file.entry, file.schema, can_map=True)[0] == strings
+    with opened(file) as source:
+        assert source.read_text(0)[1] == file.texts[0]
+        assert source.read_text(1)[1] == ["x"]
+    assert arrow.load(file.path, file.entry, file.schema, can_map=True)[0] == strings
 
 
 @pytest.mark.parametrize("field", ["num_strings", "offsets_at", "bytes_at"])
@@ -532,8 +534,10 @@ def test_a_text_table_beyond_its_file_is_corrupt(small: Written, field: str) -> 
     table = small.entry.parts[4].table
     assert table is not None
     beyond = table._replace(**{field: small.entry.size_bytes * 2})
-    with files.opened(small.path) as fd, pytest.raises(CorruptError) as error:
-        arrow.read_table(fd, small.path, beyond)
+    parts = (*small.entry.parts[:4], small.entry.parts[4]._replace(table=beyond))
+    entry = dataclasses.replace(small.entry, parts=(*parts, *small.entry.parts[5:]))
+    with opened(small, entry) as source, pytest.raises(CorruptError) as error:
+        source.read_text(4)
     assert error.value.path == small.path
 
 
@@ -544,7 +548,7 @@ def test_text_that_is_not_utf8_is_corrupt(small: Written) -> None:
     data[table.bytes_at] = 0xFF
     Path(small.path).write_bytes(data)
     with pytest.raises(CorruptError, match="expected UTF-8 text") as error:
-        arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
+        arrow.load(small.path, small.entry, small.schema, can_map=True)
     assert (error.value.path, error.value.offset) == (small.path, table.bytes_at)
 
 
@@ -553,13 +557,14 @@ def test_text_codes_beyond_the_table_are_corrupt(small: Written) -> None:
     struct.pack_into("<i", data, small.entry.parts[4].offset, 99)
     Path(small.path).write_bytes(data)
     with pytest.raises(CorruptError):
-        arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
+        arrow.load(small.path, small.entry, small.schema, can_map=True)
 
 
 def test_a_part_that_the_file_ends_before_is_corrupt(small: Written) -> None:
     part = small.entry.parts[0]._replace(offset=small.entry.size_bytes - 8)
-    with files.opened(small.path) as fd, pytest.raises(CorruptError) as error:
-        arrow.read_part(fd, small.path, part, np.empty(12, np.float32))
+    entry = dataclasses.replace(small.entry, parts=(part, *small.entry.parts[1:]))
+    with opened(small, entry) as source, pytest.raises(CorruptError) as error:
+        source.read_part(0, np.empty(12, np.float32))
     assert error.value.path == small.path
     assert error.value.offset == small.entry.size_bytes - 8
 
@@ -593,15 +598,15 @@ def test_another_file_under_the_name_is_refused(
 ) -> None:
     Path(small.path).write_bytes(change(small.data))
     with pytest.raises(CorruptError) as error:
-        arrow.map_columns(small.path, small.entry, small.schema, can_map=True)
+        arrow.load(small.path, small.entry, small.schema, can_map=True)
     assert error.value.path == small.path
-    with files.opened(small.path) as fd, pytest.raises(CorruptError):
-        arrow.check(fd, small.path, small.entry, small.schema)
+    with pytest.raises(CorruptError), opened(small, is_checked=False):
+        pass
 
 
 def test_the_file_of_an_entry_passes(small: Written) -> None:
-    with files.opened(small.path) as fd:
-        arrow.check(fd, small.path, small.entry, small.schema)
+    with opened(small, is_checked=False):
+        pass
 
 
 @pytest.mark.parametrize("offset", [-64, 1 << 20, 1 << 62])
@@ -610,8 +615,8 @@ def test_a_part_outside_of_the_file_is_refused_before_it_is_mapped(
 ) -> None:
     parts = (small.entry.parts[0]._replace(offset=offset), *small.entry.parts[1:])
     entry = dataclasses.replace(small.entry, parts=parts)
-    with files.opened(small.path) as fd, pytest.raises(CorruptError):
-        arrow.check(fd, small.path, entry, small.schema)
+    with pytest.raises(CorruptError), opened(small, entry, is_checked=False):
+        pass
 
 
 def _with_header(file: Written, old: str, new: str) -> None:
@@ -750,7 +755,7 @@ def test_the_golden_file_is_read_bit_for_bit() -> None:
     assert entry.added_at == 1700000000.25
     payload = measure(golden_fields())
     assert schema == payload.schema
-    leaves = arrow.map_columns(str(GOLDEN), entry, schema, can_map=True)
+    leaves = arrow.load(str(GOLDEN), entry, schema, can_map=True)
     for i, (leaf, column) in enumerate(zip(leaves, schema.columns, strict=True)):
         if column.is_text:
             assert leaf == payload.texts(i)

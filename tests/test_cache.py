@@ -70,8 +70,8 @@ class Store:
         name = f"trajectory_{slot.entry.trajectory_id}_.arrow"
         rows, texts = self.cache.lend(slot)
         entry = dataclasses.replace(slot.entry, file=name)
-        with files.created(str(self.directory / name)) as fd:
-            return arrow.write(fd, entry, self.schema, rows, texts), str(self.directory / name)
+        path = str(self.directory / name)
+        return arrow.write(path, entry, self.schema, rows, texts), path
 
     def publish(self, slot: Slot | None) -> None:
         assert slot is not None

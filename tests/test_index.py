@@ -207,6 +207,8 @@ def test_clear_unlinks_the_files_after_the_journal_says_so(
         _record(monkeypatch, name, calls.append)
     with opened(tmp_path) as store:
         store.clear()
+        assert calls == ["append"]
+        store.remove_dead_files()
     assert calls == ["append", "unlink", "unlink"]
     assert sorted(os.listdir(tmp_path)) == [JOURNAL]
 
@@ -223,11 +225,61 @@ def _record(monkeypatch: pytest.MonkeyPatch, name: str, log: Callable[[str], Non
 
 def test_ids_that_were_given_elsewhere_are_not_given_again(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        store.keep_counter(10)
-        store.keep_counter(5)
-        assert store.contents.trajectory_counter == 10
+        store.contents.count_from(10, 1)
         store.clear()
     assert index.read(str(tmp_path))[0].trajectory_counter == 10
+
+
+def loaded(ids: list[int], trajectory_counter: int, id_step: int) -> Contents:
+    contents = Contents()
+    contents.schema = SCHEMA
+    for i in ids:
+        contents.add(entry(i))
+    contents.count_from(trajectory_counter, id_step)
+    return contents
+
+
+def test_a_load_takes_the_place_of_all_in_one_line(tmp_path: Path) -> None:
+    write_store(tmp_path, 2)
+    before = len(events_of(tmp_path))
+    with opened(tmp_path) as store:
+        for i in (4, 7):
+            put_file(tmp_path, entry(i))
+        store.load(loaded([4, 7], 12, 3))
+        assert list(store.contents.entries) == [4, 7]
+        assert store.contents.dead_files == [entry(0).file, entry(1).file]
+        store.remove_dead_files()
+    assert len(events_of(tmp_path)) == before + 1
+    names = {entry(4).file, entry(7).file, JOURNAL}
+    assert set(os.listdir(tmp_path)) == names
+    contents = index.read(str(tmp_path))[0]
+    assert (contents.entries, contents.schema) == ({4: entry(4), 7: entry(7)}, SCHEMA)
+    assert (contents.trajectory_counter, contents.id_step) == (12, 3)
+    assert contents.total_samples == entry(4).num_samples + entry(7).num_samples
+
+
+def test_ids_rise_by_the_step_after_a_load(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.load(loaded([], 5, 4))
+        store.add(SCHEMA, entry(5))
+        assert store.contents.trajectory_counter == 9
+    assert index.read(str(tmp_path))[0].trajectory_counter == 9
+
+
+def test_a_load_of_nothing_frees_the_schema(tmp_path: Path) -> None:
+    write_store(tmp_path, 1)
+    with opened(tmp_path) as store:
+        store.load(Contents())
+    contents = index.read(str(tmp_path))[0]
+    assert (contents.entries, contents.schema, contents.total_samples) == ({}, None, 0)
+
+
+@pytest.mark.parametrize("id_step", [0, -1])
+def test_a_step_below_one_is_damage(tmp_path: Path, id_step: int) -> None:
+    event = {"event": "load", "version": 1, "columns": None, "entries": []}
+    append(tmp_path, line_of({**event, "trajectory_counter": 0, "id_step": id_step}))
+    with pytest.raises(CorruptError, match="id_step"):
+        index.read(str(tmp_path))
 
 
 def test_an_event_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> None:
@@ -634,7 +686,7 @@ def test_snapshots_say_what_the_journal_says(tmp_path: Path, count: int) -> None
     with opened(tmp_path) as store:
         for item in entries:
             store.add(SCHEMA, item)
-        store.keep_counter(count + 3)
+        store.contents.count_from(count + 3, 1)
         store._append(line_of({"event": "sync"}))  # so that there is something to snapshot
         store.write_snapshots({"trajectory_format": "arrow", "seed": 5, "rng_state": {"a": 1}})
         metadata = json.loads((tmp_path / METADATA).read_text())
@@ -645,6 +697,7 @@ def test_snapshots_say_what_the_journal_says(tmp_path: Path, count: int) -> None
             "size": count,
             "total_samples": sum(item.num_samples for item in entries),
             "trajectory_counter": count + 3,
+            "id_step": 1,
         }
         snapshot = json.loads((tmp_path / INDEX).read_text())
         assert list(snapshot) == [

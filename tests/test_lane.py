@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmbuf import lane as lane_module
-from mmbuf.lane import MAP_THRESHOLD, Extent, Lane, lanes_of
+from mmbuf import vm
+from mmbuf.lane import Extent, Lane, lanes_of
 from mmbuf.schema import Column
 from mmbuf.vm import HUGE_PAGE, PAGE
 
@@ -95,7 +96,7 @@ def test_extent_is_dense_below_the_threshold_and_mappable_from_it_on() -> None:
     lane = make_lane(64, 10_000)
     kinds = [
         lane.place(n).is_mappable  # type: ignore[union-attr]
-        for n in (MAP_THRESHOLD // 64 - 1, MAP_THRESHOLD // 64)
+        for n in (vm.MAP_THRESHOLD // 64 - 1, vm.MAP_THRESHOLD // 64)
     ]
     lane.close()
     assert kinds == [False, True]

@@ -174,7 +174,7 @@ def test_a_missing_path_is_not_found_and_not_made(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_bytes(b"mine")
-    with pytest.raises(FileNotFoundError, match=r"got a directory without journal\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"got neither journal\.jsonl"):
         ReplayReader(tmp_path)
     assert contents_of(tmp_path) == {"notes.txt": b"mine"}
 

@@ -473,7 +473,7 @@ def test_snapshots_are_current_after_each_flush(
         metadata = json.loads((tmp_path / index.METADATA).read_text())
         assert metadata.keys() == {
             *("trajectory_format", "size", "total_samples", "trajectory_counter", "seed"),
-            "rng_state",
+            *("rng_state", "id_step"),
         }
         assert metadata["trajectory_format"] == "arrow"
         assert metadata["size"] == metadata["trajectory_counter"] == count

@@ -27,6 +27,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from mmbuf.vm import HUGE_PAGE, map_privately, round_up
 
 NAME = "arrow"
 EXTENSION = ".arrow"
+CAN_MAP = True
 VERSION = 1
 
 _KEY = b"mmbuf"
@@ -63,12 +65,12 @@ _VALUE_TYPES = {
 
 
 def write(
-    fd: int, entry: Entry, schema: Schema, rows: list[Array], texts: dict[int, list[str]]
+    path: str, entry: Entry, schema: Schema, rows: list[Array], texts: dict[int, list[str]]
 ) -> Entry:
-    """Write one trajectory into an empty file; ``entry`` completed with size and parts.
+    """Write one trajectory into the new file ``path``; ``entry`` completed with size and parts.
 
     ``rows[i]`` are column i's rows ``[rows, *S]`` in its storage dtype, C-contiguous, left-out
-    rows behind; of a text column the codes into ``texts[i]``.
+    rows behind; of a text column the codes into ``texts[i]``. No file is left if it fails.
     """
     data = [column_rows.reshape(-1).view(np.uint8) for column_rows in rows]
     crcs = [zlib.crc32(part.data) for part in data]
@@ -85,126 +87,149 @@ def write(
     pieces += [(part.offset, d.data) for part, d in zip(parts, data, strict=True) if d.size]
     pieces += [(tail_at, memoryview(tail))]
     size = tail_at + len(tail)
-    for start, stop in _runs(pieces):
-        files.allocate(fd, start, stop - start)
+    runs = _runs(pieces)
     if size <= _WRITE_WHOLE:
         whole = bytearray(size)
         for offset, piece in pieces:
             whole[offset : offset + len(piece)] = piece
         pieces = [(0, memoryview(whole))]
-    for offset, piece in pieces:
-        files.write_at(fd, piece, offset)
+    with files.created(path) as fd:
+        for start, stop in runs:
+            files.allocate(fd, start, stop - start)
+        for offset, piece in pieces:
+            files.write_at(fd, piece, offset)
     return dataclasses.replace(entry, format=NAME, size_bytes=size, parts=tuple(parts))
 
 
-def check(fd: int, path: str, entry: Entry, schema: Schema) -> None:
-    """CorruptError unless the open file can be the one that ``entry`` speaks of.
+@contextmanager
+def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iterator[Source]:
+    """The file of ``entry``, open for reading; CorruptError unless it can be that one.
 
-    Then all its parts lie inside the file, so that none of it can be read beyond the end.
+    ``is_checked`` spares the check of a file that was looked at before: none ever changes.
     """
-    size = files.length(fd)
-    if size != entry.size_bytes:
-        raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
-    head = files.read_at(fd, min(_HEAD_BYTES, size), 0)
-    if not head.startswith(_MAGIC):
-        raise CorruptError(path, f"expected an Arrow file, got one that begins {head[:6]!r}.")
-    if entry.uuid.encode() not in head:
-        raise CorruptError(
-            path, f"expected trajectory {entry.uuid} in the header, got another one's."
-        )
-    for column, part in zip(schema.columns, entry.parts, strict=True):
-        if not _is_within(part, column, entry.num_samples, size):
+    with files.opened(path) as fd:
+        source = Source(fd, path, entry, schema)
+        if not is_checked:
+            source.check()
+        yield source
+
+
+class Source:
+    """One file, open for reading. Its columns can be mapped."""
+
+    def __init__(self, fd: int, path: str, entry: Entry, schema: Schema) -> None:
+        self._fd = fd
+        self._path = path
+        self._entry = entry
+        self._schema = schema
+
+    def check(self) -> None:
+        """CorruptError unless the file can be the one that the entry speaks of.
+
+        Then all its parts lie inside the file, so that none of it can be read beyond the end.
+        """
+        path, entry = self._path, self._entry
+        size = files.length(self._fd)
+        if size != entry.size_bytes:
+            raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
+        head = files.read_at(self._fd, min(_HEAD_BYTES, size), 0)
+        if not head.startswith(_MAGIC):
+            raise CorruptError(path, f"expected an Arrow file, got one that begins {head[:6]!r}.")
+        if entry.uuid.encode() not in head:
             raise CorruptError(
-                path, f"column {column.name!r}: expected its part inside the file, got {part}."
+                path, f"expected trajectory {entry.uuid} in the header, got another one's."
             )
+        for column, part in zip(self._schema.columns, entry.parts, strict=True):
+            if not _is_within(part, column, entry.num_samples, size):
+                raise CorruptError(
+                    path, f"column {column.name!r}: expected its part inside the file, got {part}."
+                )
+
+    def location(self, position: int) -> tuple[int, int]:
+        """The descriptor and byte offset at which a column's rows begin, to be mapped."""
+        return self._fd, self._entry.parts[position].offset
+
+    def read_part(self, position: int, rows: Array) -> None:
+        """Read a column's first ``len(rows)`` rows (of text the codes) into C-contiguous memory."""
+        if rows.nbytes:
+            view = rows.reshape(-1).view(np.uint8).data
+            _read_into(self._fd, self._path, view, self._entry.parts[position].offset)
+
+    def read_text(self, position: int) -> tuple[Array, list[str]]:
+        """All rows of a text column: codes ``int32 [rows]`` and the strings they point to."""
+        part = self._entry.parts[position]
+        assert part.table is not None
+        codes = np.empty(part.rows, np.int32)
+        self.read_part(position, codes)
+        strings = self._read_table(part.table)
+        if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
+            raise CorruptError(self._path, "text codes beyond the text.", offset=part.offset)
+        return codes, strings
+
+    def read_rows(self, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
+        """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
+
+        The leaves are C-contiguous ``[K, *S]`` arrays in storage dtype.
+        """
+        columns = zip(self._schema.columns, self._entry.parts, leaves, strict=True)
+        for position, (column, part, leaf) in enumerate(columns):
+            size = part.rows * column.row_bytes
+            if column.is_text or not size:
+                continue
+            if size <= _READ_WHOLE:
+                # One call for all rows costs less than a call for each.
+                whole = np.empty((part.rows, *column.row_shape), column.storage)
+                self.read_part(position, whole)
+                leaf[targets] = whole[rows]
+                continue
+            step = column.row_bytes
+            view = leaf.reshape(-1).view(np.uint8).data
+            for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
+                row_view = view[target * step : (target + 1) * step]
+                _read_into(self._fd, self._path, row_view, part.offset + row * step)
+
+    def _read_table(self, table: Table) -> list[str]:
+        offsets = files.read_at(self._fd, 4 * (table.num_strings + 1), table.offsets_at)
+        data = files.read_at(self._fd, table.num_bytes, table.bytes_at)
+        ends = np.frombuffer(offsets[: len(offsets) // 4 * 4], "<i4")
+        path = self._path
+        if (
+            len(ends) != table.num_strings + 1
+            or ends[0] < 0
+            or (np.diff(ends) < 0).any()
+            or ends[-1] > len(data)
+        ):
+            raise CorruptError(path, "text offsets do not fit the text.", offset=table.offsets_at)
+        try:
+            return [data[a:b].decode() for a, b in itertools.pairwise(ends.tolist())]
+        except UnicodeDecodeError as error:
+            where = table.bytes_at
+            raise CorruptError(path, f"expected UTF-8 text: {error}.", offset=where) from error
 
 
-def map_columns(
-    path: str, entry: Entry, schema: Schema, *, can_map: bool
-) -> list[Array | list[str]]:
+def load(path: str, entry: Entry, schema: Schema, *, can_map: bool) -> list[Array | list[str]]:
     """All rows of each column, left-out ones too; text as strings.
 
     Writable views of one private mapping of the file, which dies with the last of them. Columns
     are only read where they are looked at. Without ``can_map`` all is read into memory.
     """
     with files.opened(path) as fd:
-        check(fd, path, entry, schema)
+        source = Source(fd, path, entry, schema)
+        source.check()
         if can_map:
             memory = map_privately(fd, entry.size_bytes)
         else:
             memory = np.empty(entry.size_bytes, np.uint8)
             _read_into(fd, path, memory.data, 0)
         leaves: list[Array | list[str]] = []
-        for column, part in zip(schema.columns, entry.parts, strict=True):
-            data = memory[part.offset : part.offset + part.rows * column.row_bytes]
-            rows = data.view(column.storage).reshape(part.rows, *column.row_shape)
+        for position, (column, part) in enumerate(zip(schema.columns, entry.parts, strict=True)):
             if part.table is None:
-                leaves.append(rows)
+                data = memory[part.offset : part.offset + part.rows * column.row_bytes]
+                leaves.append(data.view(column.storage).reshape(part.rows, *column.row_shape))
             else:
-                strings = read_table(fd, path, part.table)
-                check_codes(rows, strings, path, part)
-                leaves.append([strings[code] for code in rows.tolist()])
+                codes, strings = source.read_text(position)
+                leaves.append([strings[code] for code in codes.tolist()])
     return leaves
-
-
-def read_part(fd: int, path: str, part: Part, rows: Array) -> None:
-    """Read a column's first ``len(rows)`` rows into ``rows`` (C-contiguous)."""
-    if rows.nbytes:
-        _read_into(fd, path, rows.reshape(-1).view(np.uint8).data, part.offset)
-
-
-def read_rows(
-    fd: int,
-    path: str,
-    entry: Entry,
-    schema: Schema,
-    rows: Array,
-    leaves: Sequence[Any],
-    targets: Array,
-) -> None:
-    """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
-
-    The leaves are C-contiguous ``[K, *S]`` arrays in storage dtype.
-    """
-    for column, part, leaf in zip(schema.columns, entry.parts, leaves, strict=True):
-        size = part.rows * column.row_bytes
-        if column.is_text or not size:
-            continue
-        if size <= _READ_WHOLE:
-            # One call for all rows costs less than a call for each.
-            whole = np.empty((part.rows, *column.row_shape), column.storage)
-            read_part(fd, path, part, whole)
-            leaf[targets] = whole[rows]
-            continue
-        step = column.row_bytes
-        view = leaf.reshape(-1).view(np.uint8).data
-        for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
-            row_view = view[target * step : (target + 1) * step]
-            _read_into(fd, path, row_view, part.offset + row * step)
-
-
-def check_codes(codes: Array, strings: list[str], path: str, part: Part) -> None:
-    """CorruptError unless all ``codes`` are places in ``strings``."""
-    if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
-        raise CorruptError(path, "text codes beyond the text.", offset=part.offset)
-
-
-def read_table(fd: int, path: str, table: Table) -> list[str]:
-    """The strings of a text column."""
-    offsets = files.read_at(fd, 4 * (table.num_strings + 1), table.offsets_at)
-    data = files.read_at(fd, table.num_bytes, table.bytes_at)
-    ends = np.frombuffer(offsets[: len(offsets) // 4 * 4], "<i4")
-    if (
-        len(ends) != table.num_strings + 1
-        or ends[0] < 0
-        or (np.diff(ends) < 0).any()
-        or ends[-1] > len(data)
-    ):
-        raise CorruptError(path, "text offsets do not fit the text.", offset=table.offsets_at)
-    try:
-        return [data[a:b].decode() for a, b in itertools.pairwise(ends.tolist())]
-    except UnicodeDecodeError as error:
-        raise CorruptError(path, f"expected UTF-8 text: {error}.", offset=table.bytes_at) from error
 
 
 def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:

@@ -1,0 +1,1 @@
+"""Other people's formats: `pt` and `pkl` files, as RLinf writes and reads them."""

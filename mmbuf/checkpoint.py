@@ -1,0 +1,334 @@
+"""Checkpoints: a directory of trajectory files and an index that is the truth of it.
+
+A checkpoint has no journal. Its files are hard links to those of the live store wherever the file
+system allows, since a published file never changes. Saving is atomic::
+
+    a new path       built in a hidden directory beside it, synced, renamed
+    an existing one  new files are linked in and synced; ``trajectory_index.json`` is replaced: the
+                     moment it becomes the new checkpoint; what it no longer lists is unlinked
+
+``.saving.json`` lists the names that an unfinished save has put into an existing directory, so that
+the next one can take them away.
+
+`read` opens whatever there is: a live store by its journal, a checkpoint by its index, a directory
+of RLinf's by its files. Here, and not in the index, since only the files know their schema there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mmbuf import files, index, storage
+from mmbuf.entry import Entry
+from mmbuf.errors import CorruptError, MmbufError, SchemaError
+from mmbuf.index import Contents
+
+# Brings a trajectory to a path in a format; its entry there.
+Put = Callable[[Entry, str, str], Entry]
+
+_LEGACY_INDEX = "trajector_index.json"
+_SAVING = ".saving.json"
+_log = logging.getLogger("mmbuf")
+
+
+def save(
+    directory: str,
+    contents: Contents,
+    metadata: dict[str, Any],
+    put: Put,
+    trajectory_format: str | None,
+) -> None:
+    """Save ``contents`` to ``directory`` and bring it to the disk itself.
+
+    ``put(entry, path, format)`` brings a trajectory's file to ``path``, complete when it appears.
+    ``trajectory_format`` None: each file's own, and ``metadata["trajectory_format"]`` for what has
+    no file yet. OSError as the system gives it; then the old checkpoint is whole.
+    """
+    metadata = {**metadata, "trajectory_format": trajectory_format or _common(contents, metadata)}
+    default = str(metadata["trajectory_format"])
+    wanted = {
+        entry.uuid: trajectory_format or entry.format or default
+        for entry in contents.entries.values()
+    }
+    if files.exists(directory):
+        _save_into(directory, contents, metadata, put, wanted)
+        return
+    parent = files.directory_of(directory)
+    files.make_directory(parent)
+    files.remove_temporaries_of(directory)
+    temporary = files.temporary(directory)
+    with files.created_directory(temporary):
+        saved = _saved(contents)
+        for entry in contents.entries.values():
+            file = _name(entry, wanted[entry.uuid])
+            path = files.join(temporary, file)
+            entry = put(dataclasses.replace(entry, file=file), path, wanted[entry.uuid])
+            saved.add(dataclasses.replace(entry, file=file))
+            files.sync_whole(path)
+        _commit(temporary, saved, contents, metadata)
+        files.rename(temporary, directory)
+    files.sync(parent)  # the new name
+
+
+def _save_into(
+    directory: str,
+    contents: Contents,
+    metadata: dict[str, Any],
+    put: Put,
+    wanted: dict[str, str],
+) -> None:
+    if not files.is_directory(directory):
+        raise NotADirectoryError(f"save_path: expected a directory, got a file: {directory}")
+    if files.exists(files.join(directory, index.JOURNAL)):
+        raise FileExistsError(
+            f"save_path: expected a checkpoint or a new path, got the live store {directory}."
+        )
+    old = {entry.uuid: entry for entry in _old_entries(directory)}
+    _take_back_unfinished(directory, {entry.file for entry in old.values()})
+    here = set(files.names_in(directory))
+    saved = _saved(contents)
+    new: list[tuple[Entry, str]] = []
+    for entry in contents.entries.values():
+        format_name = wanted[entry.uuid]
+        known = old.get(entry.uuid)
+        if known is not None and known.format == format_name and known.file in here:
+            saved.add(dataclasses.replace(known, trajectory_id=entry.trajectory_id))
+        else:
+            file = _free_name(entry, format_name, here)
+            here.add(file)
+            new.append((dataclasses.replace(entry, file=file), format_name))
+            saved.add(entry)  # in its order; completed below
+    if new:
+        names = json.dumps([entry.file for entry, _ in new]).encode()
+        files.replace(files.join(directory, _SAVING), [names])
+    for entry, format_name in new:
+        path = files.join(directory, entry.file)
+        put_entry = put(entry, path, format_name)
+        saved.entries[entry.trajectory_id] = dataclasses.replace(put_entry, file=entry.file)
+        files.sync_whole(path)
+    _commit(directory, saved, contents, metadata)
+    live = {entry.file for entry in saved.entries.values()}
+    for entry in old.values():
+        if entry.file not in live:
+            files.remove(files.join(directory, entry.file))
+    files.unlink(files.join(directory, _SAVING))
+
+
+def _saved(contents: Contents) -> Contents:
+    saved = Contents()
+    saved.schema = contents.schema
+    return saved
+
+
+def _commit(directory: str, saved: Contents, contents: Contents, metadata: dict[str, Any]) -> None:
+    files.sync(directory)  # the names of the files, which the index is about to speak of
+    saved.count_from(contents.trajectory_counter, contents.id_step)
+    index.write_snapshots(directory, saved, metadata)
+    files.sync(directory)  # the index's own name
+
+
+def _common(contents: Contents, metadata: dict[str, Any]) -> str:
+    """The one format of all files, else that of the buffer."""
+    formats = {entry.format for entry in contents.entries.values() if entry.format}
+    return formats.pop() if len(formats) == 1 else str(metadata["trajectory_format"])
+
+
+def _old_entries(directory: str) -> list[Entry]:
+    """What an earlier save lists; nothing where no index can be read: it is to be replaced."""
+    try:
+        return list(index.read(directory)[0].entries.values())
+    except (FileNotFoundError, MmbufError):
+        return []
+
+
+def _take_back_unfinished(directory: str, listed: set[str]) -> None:
+    """Remove what a save that did not come to its end has put here."""
+    path = files.join(directory, _SAVING)
+    if not files.exists(path):
+        return
+    try:
+        names = {str(name) for name in json.loads(files.read(path))}
+    except (ValueError, TypeError):
+        names = set()
+    for name in names.intersection(files.names_in(directory)) - listed:
+        files.remove(files.join(directory, name))
+    files.unlink(path)
+
+
+def _name(entry: Entry, format_name: str) -> str:
+    stem = files.trajectory_name(entry.trajectory_id, entry.model_weights_id)
+    return stem + storage.FORMATS[format_name].EXTENSION
+
+
+def _free_name(entry: Entry, format_name: str, taken: set[str]) -> str:
+    """A name that no other file has: what is published is never overwritten."""
+    name = _name(entry, format_name)
+    extension = storage.FORMATS[format_name].EXTENSION
+    stem = name.removesuffix(extension)
+    number = 0
+    while name in taken:
+        mark = entry.uuid[:8] if not number else f"{entry.uuid[:8]}-{number}"
+        name, number = f"{stem}.{mark}{extension}", number + 1
+    return name
+
+
+def read(directory: str) -> Contents:
+    """What is in a store, a checkpoint or a directory of RLinf's. Read-only.
+
+    FileNotFoundError where there is none of them. Of RLinf's, whose index may list trajectories
+    that were evicted, only those with a file; the ids of the others are named in one warning.
+    """
+    if files.exists(files.join(directory, index.JOURNAL)):
+        return index.read(directory)[0]
+    for name in (index.INDEX, _LEGACY_INDEX):
+        path = files.join(directory, name)
+        if files.exists(path):
+            snapshot = _json(path)
+            if "version" in snapshot:
+                return index.read(directory)[0]
+            return _read_rlinf(directory, path, snapshot)
+    raise FileNotFoundError(
+        f"{directory}: expected a store or a checkpoint, got neither {index.JOURNAL} "
+        f"nor {index.INDEX}."
+    )
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(files.read(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(path, f"expected JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise CorruptError(path, f"expected a JSON object, got {type(found).__name__}.")
+    return found
+
+
+def _read_rlinf(directory: str, path: str, snapshot: dict[str, Any]) -> Contents:
+    metadata_path = files.join(directory, index.METADATA)
+    metadata = _json(metadata_path) if files.exists(metadata_path) else {}
+    contents = Contents()
+    contents.metadata = metadata
+    missing = []
+    here = set(files.names_in(directory))
+    try:
+        extension = storage.FORMATS[str(metadata.get("trajectory_format", "pt"))].EXTENSION
+        for trajectory_id in map(int, snapshot["trajectory_id_list"]):
+            info = snapshot["trajectory_index"][str(trajectory_id)]
+            weights_id = str(info["model_weights_id"])
+            name = f"trajectory_{trajectory_id}_{weights_id}{extension}"
+            if name not in here:
+                missing.append(trajectory_id)
+                continue
+            entry, schema = _described(files.join(directory, name), name, contents)
+            contents.schema = schema
+            contents.add(
+                dataclasses.replace(
+                    entry,
+                    trajectory_id=trajectory_id,
+                    max_episode_length=int(info["max_episode_length"]),
+                    model_weights_id=weights_id,
+                )
+            )
+        contents.count_from(int(metadata.get("trajectory_counter", 0)), 1)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, MmbufError):
+            raise
+        raise CorruptError(path, f"not an index: {error!r}.") from error
+    contents.unsynced.clear()
+    if missing:
+        _log.warning("%s: trajectories %s are listed and have no file.", directory, missing)
+    return contents
+
+
+def _described(path: str, name: str, contents: Contents) -> tuple[Entry, Any]:
+    """A file's entry and schema; SchemaError unless that is the one of those before it."""
+    for format_ in storage.FORMATS.values():
+        if name.endswith(format_.EXTENSION):
+            entry, schema, _ = format_.describe(path, name)
+            break
+    if contents.schema is not None and schema != contents.schema:
+        raise SchemaError(f"{path}: expected {contents.schema}, got {schema}.")
+    return entry, schema
+
+
+def check_files(directory: str, contents: Contents) -> None:
+    """CorruptError unless every trajectory has a file of the right size."""
+    for entry in contents.entries.values():
+        path = files.join(directory, entry.file)
+        try:
+            size = files.size_of(path)
+        except FileNotFoundError as error:
+            raise CorruptError(path, "expected a trajectory's file, got none.") from error
+        if size != entry.size_bytes:
+            raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
+
+
+def shard(contents: Contents, rank: int, world_size: int) -> Contents:
+    """The part of one rank: contiguous, the first ``remainder`` ranks one longer.
+
+    Its ids go on so that no two ranks give the same one.
+    """
+    ids = list(contents.entries)
+    share, remainder = divmod(len(ids), world_size)
+    start = rank * share + min(rank, remainder)
+    part = Contents()
+    part.schema = contents.schema
+    part.metadata = contents.metadata
+    for trajectory_id in ids[start : start + share + (rank < remainder)]:
+        part.add(contents.entries[trajectory_id])
+    step = contents.id_step
+    part.count_from(contents.trajectory_counter + rank * step, world_size * step)
+    return part
+
+
+def generator_of(path: str, contents: Contents, seed: int | None) -> np.random.Generator:
+    """The generator as it was saved; else from the saved seed, else ``seed``."""
+    metadata = contents.metadata
+    try:
+        generator = np.random.default_rng(metadata.get("seed", seed))
+        if "rng_state" in metadata:
+            generator.bit_generator.state = metadata["rng_state"]
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptError(path, f"not the state of a generator: {error!r}.") from error
+    return generator
+
+
+def stream_of(generator: np.random.Generator, rank: int, world_size: int) -> np.random.Generator:
+    """A stream for one rank, decided by the state of ``generator``, which does not change."""
+    entropy = generator.bit_generator.state["state"]["state"]
+    seeds = np.random.SeedSequence(entropy, spawn_key=(world_size, rank))
+    return np.random.default_rng(seeds)
+
+
+def bring_in(directory: str, source: str, contents: Contents) -> Contents:
+    """Link or copy the files of ``contents`` from ``source`` into the store ``directory``.
+
+    Nothing there is written over. If it fails, what was brought is taken back.
+    """
+    here = set(files.names_in(directory))
+    brought = Contents()
+    brought.schema = contents.schema
+    made: list[str] = []
+    try:
+        for entry in contents.entries.values():
+            origin = files.join(source, entry.file)
+            file = entry.file
+            if not files.is_same(origin, files.join(directory, file)):
+                file = _free_name(entry, entry.format, here)
+                here.add(file)
+                target = files.join(directory, file)
+                files.link_or_copy(origin, target)
+                made.append(target)
+            brought.add(dataclasses.replace(entry, file=file))
+    except BaseException:
+        for target in made:
+            files.remove(target)
+        raise
+    brought.count_from(contents.trajectory_counter, contents.id_step)
+    return brought

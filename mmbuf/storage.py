@@ -1,0 +1,135 @@
+"""Storage: one trajectory as a file (or a directory), in any of the formats.
+
+Each format is a module that looks like `Format`. `FORMATS` is the only list of them: whoever reads
+or writes a trajectory's file asks it by the name that stands in the trajectory's entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from mmbuf import files
+from mmbuf.adapters import pkl, pt
+from mmbuf.entry import Entry
+from mmbuf.formats import arrow, npy
+from mmbuf.schema import Array, Schema, TextTable
+
+
+class Source(Protocol):
+    """One trajectory's file, open for reading. For one thread at a time."""
+
+    def location(self, position: int) -> tuple[int, int]:
+        """The descriptor and byte offset at which a column's rows begin, to be mapped.
+
+        The descriptor is good until the next call. Only where the format `CAN_MAP`.
+        """
+
+    def read_part(self, position: int, rows: Array) -> None:
+        """Read a column's first ``len(rows)`` rows (not text) into C-contiguous memory."""
+
+    def read_text(self, position: int) -> tuple[Array, list[str]]:
+        """All rows of a text column: codes ``int32 [rows]`` and the strings they point to."""
+
+    def read_rows(self, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
+        """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
+
+        The leaves are C-contiguous ``[K, *S]`` arrays in storage dtype.
+        """
+
+
+class Format(Protocol):
+    """A file format. OSError as the system gives it, CorruptError for wrong bytes."""
+
+    NAME: str
+    EXTENSION: str
+    CAN_MAP: bool  # whether rows lie in the file as they lie in memory
+
+    def write(
+        self,
+        path: str,
+        entry: Entry,
+        schema: Schema,
+        rows: list[Array],
+        texts: dict[int, list[str]],
+    ) -> Entry:
+        """Write one trajectory to the new ``path``; ``entry`` with format, size and parts.
+
+        ``rows[i]`` are column i's rows ``[rows, *S]`` in its storage dtype, C-contiguous, left-out
+        rows behind; of a text column the codes into ``texts[i]``. Nothing is left if it fails.
+        """
+
+    def opened(
+        self, path: str, entry: Entry, schema: Schema, *, is_checked: bool
+    ) -> AbstractContextManager[Source]:
+        """The file of ``entry``, open for reading; CorruptError unless it can be that one.
+
+        ``is_checked`` spares the check of a file that was looked at before: none ever changes.
+        """
+
+    def load(
+        self, path: str, entry: Entry, schema: Schema, *, can_map: bool
+    ) -> list[Array | list[str]]:
+        """All rows of each column, left-out ones too, writable and the caller's; text as strings.
+
+        With ``can_map`` private pages of the file where the format allows.
+        """
+
+    def describe(self, path: str, name: str) -> tuple[Entry, Schema, list[int] | None]:
+        """What a file says of itself: entry (``file=name``), schema, CRC-32 of each column.
+
+        None for the CRCs where the format has none.
+        """
+
+
+FORMATS: dict[str, Format] = {format_.NAME: format_ for format_ in (arrow, npy, pt, pkl)}
+
+
+def checked_format(name: str) -> str:
+    """``name``; ValueError unless it is one of `FORMATS`."""
+    if name not in FORMATS:
+        raise ValueError(f"trajectory_format: expected one of {list(FORMATS)}, got {name!r}.")
+    return name
+
+
+def write(
+    path: str,
+    entry: Entry,
+    schema: Schema,
+    rows: list[Array],
+    texts: dict[int, list[str]],
+    format_name: str,
+) -> Entry:
+    """Write one trajectory to ``path``, which is complete when it appears. See `Format.write`."""
+    temporary = files.temporary(path)
+    entry = FORMATS[format_name].write(temporary, entry, schema, rows, texts)
+    try:
+        files.rename(temporary, path)
+    except BaseException:
+        files.remove(temporary)
+        raise
+    return entry
+
+
+def copy(
+    source: str, entry: Entry, schema: Schema, target: str, format_name: str, *, can_map: bool
+) -> Entry:
+    """Bring the file ``source`` of ``entry`` to ``target`` in a format; the entry of the new one.
+
+    A hard link where the format is the same and the file system allows it.
+    """
+    if entry.format == format_name:
+        files.link_or_copy(source, target)
+        return entry
+    rows: list[Array] = []
+    texts: dict[int, list[str]] = {}
+    leaves = FORMATS[entry.format].load(source, entry, schema, can_map=can_map)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, list):
+            table = TextTable()
+            rows.append(table.encode(leaf))
+            texts[position] = table.strings
+        else:
+            rows.append(leaf)
+    return write(target, entry, schema, rows, texts, format_name)
