@@ -25,7 +25,6 @@ import itertools
 import json
 import math
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,22 +33,21 @@ import numpy as np
 import pyarrow as pa
 
 from mmbuf import files
-from mmbuf.entry import Entry, Part, Table, checked_shape
-from mmbuf.errors import CorruptError, VersionError
+from mmbuf.entry import Entry, Part, Table
+from mmbuf.errors import CorruptError
+from mmbuf.formats import native
 from mmbuf.schema import Array, Column, Schema
 from mmbuf.vm import HUGE_PAGE, map_privately, round_up
 
 NAME = "arrow"
 EXTENSION = ".arrow"
 CAN_MAP = True
-VERSION = 1
 
 _KEY = b"mmbuf"
 _MAGIC = b"ARROW1"
 _ALIGNMENT = 64
 _WIDE = _WIDE_ALIGNMENT = 16 << 10
 _HEAD_BYTES = 4 << 10  # of a file: enough to hold the beginning of its header
-_READ_WHOLE = 32 << 10
 _WRITE_WHOLE = 256 << 10  # one call for a small file: copying it costs less than many calls
 _MAX_HOLE = 64 << 10  # larger holes between columns stay sparse
 
@@ -72,19 +70,15 @@ def write(
     ``rows[i]`` are column i's rows ``[rows, *S]`` in its storage dtype, C-contiguous, left-out
     rows behind; of a text column the codes into ``texts[i]``. No file is left if it fails.
     """
-    data = [column_rows.reshape(-1).view(np.uint8) for column_rows in rows]
-    crcs = [zlib.crc32(part.data) for part in data]
-    for i, strings in texts.items():
-        crcs[i] = zlib.crc32("".join(strings).encode(), crcs[i])
-    header = _header(entry, schema, [len(column_rows) for column_rows in rows], crcs)
+    data = [native.bytes_of(column_rows) for column_rows in rows]
+    num_rows = [len(column_rows) for column_rows in rows]
+    crcs = native.crcs_of(rows, texts)
+    header = json.dumps(native.to_json(entry, schema, num_rows, crcs))
     head, tail, tail_at, parts = _stamp(
-        _one_row_file(schema, header, texts),
-        schema,
-        [len(column_rows) for column_rows in rows],
-        entry.num_samples,
+        _one_row_file(schema, header, texts), schema, num_rows, entry.num_samples
     )
     pieces = [(0, memoryview(head))]
-    pieces += [(part.offset, d.data) for part, d in zip(parts, data, strict=True) if d.size]
+    pieces += [(part.offset, d) for part, d in zip(parts, data, strict=True) if len(d)]
     pieces += [(tail_at, memoryview(tail))]
     size = tail_at + len(tail)
     runs = _runs(pieces)
@@ -152,8 +146,7 @@ class Source:
     def read_part(self, position: int, rows: Array) -> None:
         """Read a column's first ``len(rows)`` rows (of text the codes) into C-contiguous memory."""
         if rows.nbytes:
-            view = rows.reshape(-1).view(np.uint8).data
-            _read_into(self._fd, self._path, view, self._entry.parts[position].offset)
+            self._read(position, 0, native.bytes_of(rows))
 
     def read_text(self, position: int) -> tuple[Array, list[str]]:
         """All rows of a text column: codes ``int32 [rows]`` and the strings they point to."""
@@ -162,31 +155,18 @@ class Source:
         codes = np.empty(part.rows, np.int32)
         self.read_part(position, codes)
         strings = self._read_table(part.table)
-        if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
-            raise CorruptError(self._path, "text codes beyond the text.", offset=part.offset)
-        return codes, strings
+        return native.checked_codes(codes, strings, self._path, part.offset), strings
 
     def read_rows(self, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
         """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
 
         The leaves are C-contiguous ``[K, *S]`` arrays in storage dtype.
         """
-        columns = zip(self._schema.columns, self._entry.parts, leaves, strict=True)
-        for position, (column, part, leaf) in enumerate(columns):
-            size = part.rows * column.row_bytes
-            if column.is_text or not size:
-                continue
-            if size <= _READ_WHOLE:
-                # One call for all rows costs less than a call for each.
-                whole = np.empty((part.rows, *column.row_shape), column.storage)
-                self.read_part(position, whole)
-                leaf[targets] = whole[rows]
-                continue
-            step = column.row_bytes
-            view = leaf.reshape(-1).view(np.uint8).data
-            for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
-                row_view = view[target * step : (target + 1) * step]
-                _read_into(self._fd, self._path, row_view, part.offset + row * step)
+        native.read_rows(self._entry, self._schema, rows, leaves, targets, self._read)
+
+    def _read(self, position: int, at: int, view: memoryview) -> None:
+        offset = self._entry.parts[position].offset + at
+        native.read_into(self._fd, self._path, view, offset)
 
     def _read_table(self, table: Table) -> list[str]:
         offsets = files.read_at(self._fd, 4 * (table.num_strings + 1), table.offsets_at)
@@ -220,7 +200,7 @@ def load(path: str, entry: Entry, schema: Schema, *, can_map: bool) -> list[Arra
             memory = map_privately(fd, entry.size_bytes)
         else:
             memory = np.empty(entry.size_bytes, np.uint8)
-            _read_into(fd, path, memory.data, 0)
+            native.read_into(fd, path, memory.data, 0)
         leaves: list[Array | list[str]] = []
         for position, (column, part) in enumerate(zip(schema.columns, entry.parts, strict=True)):
             if part.table is None:
@@ -248,79 +228,25 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
         footer_at = size - 10 - footer_bytes
         try:
             footer = _Flatbuffer(bytearray(files.read_at(fd, footer_bytes, footer_at)))
-            header = _read_header(path, footer)
-            schema = Schema.from_json(header["columns"])
+            header = native.take_apart(_read_header(path, footer), NAME, name)
             head_bytes = footer.batch_block()[1]
             if not 0 < head_bytes <= footer_at:
                 raise ValueError(f"a head of {head_bytes} bytes")
             head = _Flatbuffer(bytearray(files.read_at(fd, head_bytes, 0)))
-            rows = [int(column["rows"]) for column in header["columns"]]
-            parts = _parts(head, footer, schema, rows)
-            entry = Entry(
-                str(header["uuid"]),
-                int(header["trajectory_id"]),
-                checked_shape(header["shape"]),
-                int(header["max_episode_length"]),
-                str(header["model_weights_id"]),
-                float(header["added_at"]),
-                NAME,
-                name,
-                size,
-                tuple(parts),
-            )
-            crcs = [int(column["crc32"], 16) for column in header["columns"]]
-            for column, part in zip(schema.columns, parts, strict=True):
-                if not _is_within(part, column, entry.num_samples, size):
+            parts = _parts(head, footer, header.schema, header.rows)
+            for column, part in zip(header.schema.columns, parts, strict=True):
+                if not _is_within(part, column, header.entry.num_samples, size):
                     raise ValueError(f"column {column.name!r} lies at {part}")
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            RuntimeError,
-            struct.error,
-        ) as error:
+        except (*native.BAD, RuntimeError, struct.error) as error:
             raise CorruptError(path, f"the header or footer does not hold: {error!r}.") from error
-    return entry, schema, crcs
-
-
-def _read_into(fd: int, path: str, view: memoryview, offset: int) -> None:
-    try:
-        files.read_into(fd, view, offset)
-    except EOFError as error:
-        raise CorruptError(path, f"expected more rows: {error}.", offset=offset) from error
-
-
-def _header(entry: Entry, schema: Schema, rows: list[int], crcs: list[int]) -> str:
-    return json.dumps(
-        {
-            "version": VERSION,
-            "uuid": entry.uuid,
-            "trajectory_id": entry.trajectory_id,
-            "num_steps": entry.num_steps,
-            "num_envs": entry.num_envs,
-            "shape": entry.shape,
-            "max_episode_length": entry.max_episode_length,
-            "model_weights_id": entry.model_weights_id,
-            "added_at": entry.added_at,
-            "columns": [
-                {**column, "rows": n, "crc32": f"{crc:08x}"}
-                for column, n, crc in zip(schema.to_json(), rows, crcs, strict=True)
-            ],
-        }
-    )
+    entry = dataclasses.replace(header.entry, size_bytes=size, parts=tuple(parts))
+    return entry, header.schema, header.crcs
 
 
 def _read_header(path: str, footer: _Flatbuffer) -> dict[str, Any]:
     for key, value in footer.metadata():
         if key == _KEY:
-            header: dict[str, Any] = json.loads(value)
-            if int(header["version"]) > VERSION:
-                raise VersionError(
-                    f"{path}: expected file version {VERSION} or older, got "
-                    f"{header['version']}. Update mmbuf."
-                )
-            return header
+            return native.parse(path, value)
     raise CorruptError(path, "an Arrow file, but expected one that mmbuf wrote.")
 
 

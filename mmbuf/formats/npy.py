@@ -25,7 +25,6 @@ import functools
 import json
 import struct
 import uuid
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,14 +32,14 @@ from typing import Any
 import numpy as np
 
 from mmbuf import files, vm
-from mmbuf.entry import Entry, Part, checked_shape
-from mmbuf.errors import CorruptError, VersionError
+from mmbuf.entry import Entry, Part
+from mmbuf.errors import CorruptError
+from mmbuf.formats import native
 from mmbuf.schema import Array, Column, Schema
 
 NAME = "npy"
 EXTENSION = ".npy"
 CAN_MAP = True
-VERSION = 1
 HEADER = "trajectory.json"
 
 _MAGIC = b"\x93NUMPY\x01\x00"  # version 1.0
@@ -48,7 +47,6 @@ _PREFIX_BYTES = len(_MAGIC) + 2  # the length of what follows, uint16
 _ALIGNMENT = 64
 _WIDE_ALIGNMENT = 4 << 10
 _WIDE = 16 << 10
-_READ_WHOLE = 32 << 10
 _MAX_STEM = 160  # less than what `files.escape` cuts keys to, so that no cut key is in a plain name
 
 
@@ -61,21 +59,17 @@ def write(
     rows behind; of a text column the codes into ``texts[i]``. Nothing is left if it fails.
     """
     parts: list[Part] = []
-    crcs: list[int] = []
     size = 0
     with files.created_directory(path):
         for column, name, column_rows in zip(
             schema.columns, _file_names(schema), rows, strict=True
         ):
-            data = column_rows.reshape(-1).view(np.uint8).data
+            data = native.bytes_of(column_rows)
             head = _npy_header(column, len(column_rows))
             _write_file(files.join(path, name), [head, data])
             parts.append(Part(len(head), len(column_rows)))
-            crcs.append(zlib.crc32(data))
             size += len(head) + len(data)
-        for i, strings in texts.items():
-            crcs[i] = zlib.crc32("".join(strings).encode(), crcs[i])
-        header = _header(entry, schema, parts, crcs, texts)
+        header = _header(entry, schema, rows, texts)
         _write_file(files.join(path, HEADER), [header])
     size += len(header)
     return dataclasses.replace(entry, format=NAME, size_bytes=size, parts=tuple(parts))
@@ -107,6 +101,7 @@ class Source:
         self._schema = schema
         self._names = _file_names(schema)
         self._stack = stack  # closes the column that is open
+        self._position, self._fd = -1, -1  # of that column
 
     def check(self) -> None:
         """CorruptError unless all files are there, are the entry's, and no others are there."""
@@ -133,67 +128,50 @@ class Source:
     def location(self, position: int) -> tuple[int, int]:
         """The descriptor and byte offset at which a column's rows begin, to be mapped.
 
-        The descriptor is good until the next call.
+        The descriptor is good until another column is asked for.
         """
         return self._open(position), self._entry.parts[position].offset
 
     def read_part(self, position: int, rows: Array) -> None:
         """Read a column's first ``len(rows)`` rows (of text the codes) into C-contiguous memory."""
         if rows.nbytes:
-            fd, offset = self.location(position)
-            self._read_into(fd, position, rows.reshape(-1).view(np.uint8).data, offset)
+            self._read(position, 0, native.bytes_of(rows))
 
     def read_text(self, position: int) -> tuple[Array, list[str]]:
         """All rows of a text column: codes ``int32 [rows]`` and the strings they point to."""
-        fd, offset = self.location(position)
         codes = np.empty(self._entry.parts[position].rows, np.int32)
-        self._read_into(fd, position, codes.view(np.uint8).data, offset)
+        self.read_part(position, codes)
         strings = self._read_strings(position)
-        if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
-            file = files.join(self._path, self._names[position])
-            raise CorruptError(file, "text codes beyond the text.", offset=offset)
-        return codes, strings
+        file = files.join(self._path, self._names[position])
+        return native.checked_codes(
+            codes, strings, file, self._entry.parts[position].offset
+        ), strings
 
     def read_rows(self, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
         """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
 
         The leaves are C-contiguous ``[K, *S]`` arrays in storage dtype.
         """
-        columns = zip(self._schema.columns, self._entry.parts, leaves, strict=True)
-        for position, (column, part, leaf) in enumerate(columns):
-            size = part.rows * column.row_bytes
-            if column.is_text or not size:
-                continue
-            if size <= _READ_WHOLE:
-                # One call for all rows costs less than a call for each.
-                whole = np.empty((part.rows, *column.row_shape), column.storage)
-                self.read_part(position, whole)
-                leaf[targets] = whole[rows]
-                continue
-            fd, offset = self.location(position)
-            step = column.row_bytes
-            view = leaf.reshape(-1).view(np.uint8).data
-            for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
-                row_view = view[target * step : (target + 1) * step]
-                self._read_into(fd, position, row_view, offset + row * step)
+        native.read_rows(self._entry, self._schema, rows, leaves, targets, self._read)
+
+    def _read(self, position: int, at: int, view: memoryview) -> None:
+        fd, file = self._open(position), files.join(self._path, self._names[position])
+        native.read_into(fd, file, view, self._entry.parts[position].offset + at)
 
     def _open(self, position: int) -> int:
-        """A column's file, open until the next call."""
-        self._stack.close()
-        fd = _open_in(self._path, self._names[position], self._stack)
-        _check_size(fd, files.join(self._path, self._names[position]), self._size_of(position))
-        return fd
+        """A column's file, open until another one is."""
+        if position != self._position:
+            self._stack.close()
+            self._position = -1
+            self._fd = _open_in(self._path, self._names[position], self._stack)
+            file = files.join(self._path, self._names[position])
+            _check_size(self._fd, file, self._size_of(position))
+            self._position = position
+        return self._fd
 
     def _size_of(self, position: int) -> int:
         part = self._entry.parts[position]
         return part.offset + part.rows * self._schema.columns[position].row_bytes
-
-    def _read_into(self, fd: int, position: int, view: memoryview, offset: int) -> None:
-        try:
-            files.read_into(fd, view, offset)
-        except EOFError as error:
-            file = files.join(self._path, self._names[position])
-            raise CorruptError(file, f"expected more rows: {error}.", offset=offset) from error
 
     def _read_header(self) -> dict[str, Any]:
         sizes = map(self._size_of, range(len(self._names)))
@@ -242,24 +220,8 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
     """
     header = _read_header(path)
     try:
-        schema = Schema.from_json(header["columns"])
-        rows = [int(column["rows"]) for column in header["columns"]]
-        crcs = [int(column["crc32"], 16) for column in header["columns"]]
-        entry = Entry(
-            str(header["uuid"]),
-            int(header["trajectory_id"]),
-            checked_shape(header["shape"]),
-            int(header["max_episode_length"]),
-            str(header["model_weights_id"]),
-            float(header["added_at"]),
-            NAME,
-            name,
-        )
-        if min(rows, default=0) < entry.num_samples:
-            raise ValueError(f"columns of {rows} rows where there are {entry.num_samples}")
-        if any(size < 0 for column in schema.columns for size in column.row_shape):
-            raise ValueError("a row shape below 0")
-    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        entry, schema, rows, crcs = native.take_apart(header, NAME, name)
+    except native.BAD as error:
         raise _wrong_header(path, error) from error
     parts = []
     for column, file_name, n in zip(schema.columns, _file_names(schema), rows, strict=True):
@@ -350,31 +312,11 @@ def _write_file(file: str, pieces: list[bytes | memoryview]) -> None:
             offset += len(piece)
 
 
-def _header(
-    entry: Entry,
-    schema: Schema,
-    parts: list[Part],
-    crcs: list[int],
-    texts: dict[int, list[str]],
-) -> bytes:
-    columns: list[dict[str, Any]] = [
-        {**column, "rows": part.rows, "crc32": f"{crc:08x}"}
-        for column, part, crc in zip(schema.to_json(), parts, crcs, strict=True)
-    ]
+def _header(entry: Entry, schema: Schema, rows: list[Array], texts: dict[int, list[str]]) -> bytes:
+    num_rows = [len(column_rows) for column_rows in rows]
+    header = native.to_json(entry, schema, num_rows, native.crcs_of(rows, texts))
     for i, strings in texts.items():
-        columns[i]["strings"] = strings
-    header = {
-        "version": VERSION,
-        "uuid": entry.uuid,
-        "trajectory_id": entry.trajectory_id,
-        "num_steps": entry.num_steps,
-        "num_envs": entry.num_envs,
-        "shape": entry.shape,
-        "max_episode_length": entry.max_episode_length,
-        "model_weights_id": entry.model_weights_id,
-        "added_at": entry.added_at,
-        "columns": columns,
-    }
+        header["columns"][i]["strings"] = strings
     return json.dumps(header).encode() + b"\n"
 
 
@@ -387,15 +329,9 @@ def _read_header(path: str, size: int | None = None) -> dict[str, Any]:
             _check_size(fd, file, size)
         data = files.read_at(fd, files.length(fd), 0)
     try:
-        header: dict[str, Any] = json.loads(data)
-        version = int(header["version"])
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        return native.parse(file, data)
+    except native.BAD as error:
         raise _wrong_header(path, error) from error
-    if version > VERSION:
-        raise VersionError(
-            f"{file}: expected file version {VERSION} or older, got {version}. Update mmbuf."
-        )
-    return header
 
 
 def _wrong_header(path: str, error: Exception) -> CorruptError:

@@ -1,0 +1,149 @@
+"""What our own formats share: the header of a file, and reading rows that lie as in memory.
+
+The header is JSON and says what the trajectory is::
+
+    {"version": 1, "uuid": ..., "trajectory_id": ..., "num_steps": T, "num_envs": B,
+     "shape": [T, B, ...], "max_episode_length": ..., "model_weights_id": ..., "added_at": ...,
+     "columns": [
+        {"path": [...], "dtype": ..., "row_shape": [...], "rows": N + E * B, "crc32": "0a1b2c3d"}]}
+
+The CRC-32 is that of a column's rows, left-out ones included; of text it goes on over the strings.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmbuf import files
+from mmbuf.entry import Entry, checked_shape
+from mmbuf.errors import CorruptError, VersionError
+from mmbuf.schema import Array, Schema
+
+VERSION = 1
+
+# What JSON of any other form than ours may raise on its way into an entry or a schema.
+BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
+
+_READ_WHOLE = 32 << 10
+
+
+class Header(NamedTuple):
+    """A header taken apart: ``rows`` and CRC-32 of each column."""
+
+    entry: Entry
+    schema: Schema
+    rows: list[int]
+    crcs: list[int]
+
+
+def crcs_of(rows: Sequence[Array], texts: dict[int, list[str]]) -> list[int]:
+    """The CRC-32 of each column."""
+    crcs = [zlib.crc32(bytes_of(column_rows)) for column_rows in rows]
+    for i, strings in texts.items():
+        crcs[i] = zlib.crc32("".join(strings).encode(), crcs[i])
+    return crcs
+
+
+def bytes_of(rows: Array) -> memoryview:
+    """The memory of C-contiguous ``rows``."""
+    return rows.reshape(-1).view(np.uint8).data
+
+
+def to_json(entry: Entry, schema: Schema, rows: list[int], crcs: list[int]) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "uuid": entry.uuid,
+        "trajectory_id": entry.trajectory_id,
+        "num_steps": entry.num_steps,
+        "num_envs": entry.num_envs,
+        "shape": entry.shape,
+        "max_episode_length": entry.max_episode_length,
+        "model_weights_id": entry.model_weights_id,
+        "added_at": entry.added_at,
+        "columns": [
+            {**column, "rows": n, "crc32": f"{crc:08x}"}
+            for column, n, crc in zip(schema.to_json(), rows, crcs, strict=True)
+        ],
+    }
+
+
+def parse(path: str, text: bytes) -> dict[str, Any]:
+    """A header; one of `BAD` where it is none, VersionError for one of a newer mmbuf."""
+    header: dict[str, Any] = json.loads(text)
+    if int(header["version"]) > VERSION:
+        raise VersionError(
+            f"{path}: expected file version {VERSION} or older, got {header['version']}. "
+            f"Update mmbuf."
+        )
+    return header
+
+
+def take_apart(header: dict[str, Any], format_name: str, file: str) -> Header:
+    """Entry (without size and parts), schema, rows and CRCs; one of `BAD` where it is no header."""
+    schema = Schema.from_json(header["columns"])
+    rows = [int(column["rows"]) for column in header["columns"]]
+    entry = Entry(
+        str(header["uuid"]),
+        int(header["trajectory_id"]),
+        checked_shape(header["shape"]),
+        int(header["max_episode_length"]),
+        str(header["model_weights_id"]),
+        float(header["added_at"]),
+        format_name,
+        file,
+    )
+    if min(rows, default=0) < entry.num_samples:
+        raise ValueError(f"columns of {rows} rows where there are {entry.num_samples}")
+    if any(size < 0 for column in schema.columns for size in column.row_shape):
+        raise ValueError("a row shape below 0")
+    return Header(entry, schema, rows, [int(column["crc32"], 16) for column in header["columns"]])
+
+
+def read_into(fd: int, path: str, view: memoryview, offset: int) -> None:
+    """Fill ``view`` from ``offset``; CorruptError if the file ends before."""
+    try:
+        files.read_into(fd, view, offset)
+    except EOFError as error:
+        raise CorruptError(path, f"expected more rows: {error}.", offset=offset) from error
+
+
+def read_rows(
+    entry: Entry,
+    schema: Schema,
+    rows: Array,
+    leaves: Sequence[Any],
+    targets: Array,
+    read: Callable[[int, int, memoryview], None],
+) -> None:
+    """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
+
+    ``read(position, at, view)`` reads bytes of a column from byte ``at`` of its rows. The leaves
+    are C-contiguous ``[K, *S]`` arrays in storage dtype.
+    """
+    columns = zip(schema.columns, entry.parts, leaves, strict=True)
+    for position, (column, part, leaf) in enumerate(columns):
+        step = column.row_bytes
+        size = part.rows * step
+        if column.is_text or not size:
+            continue
+        if size <= _READ_WHOLE:
+            # One call for all rows costs less than a call for each.
+            whole = np.empty((part.rows, *column.row_shape), column.storage)
+            read(position, 0, bytes_of(whole))
+            leaf[targets] = whole[rows]
+            continue
+        view = bytes_of(leaf)
+        for row, target in zip(rows.tolist(), targets.tolist(), strict=True):
+            read(position, row * step, view[target * step : (target + 1) * step])
+
+
+def checked_codes(codes: Array, strings: list[str], path: str, offset: int) -> Array:
+    """``codes``; CorruptError unless all of them are places in ``strings``."""
+    if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
+        raise CorruptError(path, "text codes beyond the text.", offset=offset)
+    return codes
