@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from mmbuf import checkpoint, files, storage
+from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
@@ -50,6 +51,9 @@ class TrajectoryReplayBuffer:
         Of the files.
     max_pending_bytes
         Bounds the rows that are in memory and not yet in a file: past it `add_trajectories` waits.
+    max_disk_bytes
+        Bounds what the trajectories' files take on the disk: past it the oldest outside the window
+        are removed. `add_trajectories` raises WriteError when the window alone does not fit.
 
     One thread may add while any number sample. A forked child can sample but not add. A buffer
     does not pickle: open a `ReplayReader` on its path.
@@ -66,6 +70,7 @@ class TrajectoryReplayBuffer:
         trajectory_format: str = "arrow",
         *,
         max_pending_bytes: int = MAX_PENDING_BYTES,
+        max_disk_bytes: int | None = None,
     ) -> None:
         storage.checked_format(trajectory_format)
         if cache_size is not None and cache_size < 0:
@@ -74,6 +79,8 @@ class TrajectoryReplayBuffer:
             raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
         if max_pending_bytes < 0:
             raise ValueError(f"max_pending_bytes: expected at least 0, got {max_pending_bytes}.")
+        if max_disk_bytes is not None and max_disk_bytes < 0:
+            raise ValueError(f"max_disk_bytes: expected None or at least 0, got {max_disk_bytes}.")
         if auto_save and not os.fspath(auto_save_path):
             raise ValueError("auto_save_path: expected a directory for auto_save=True, got none.")
         self.seed = seed
@@ -94,6 +101,7 @@ class TrajectoryReplayBuffer:
             cache_size=(cache_size if enable_cache else 0) if auto_save else None,
             can_map=enable_cache,
         )
+        self._budget = DiskBudget(max_disk_bytes if auto_save else None, sample_window_size)
         self._writer: TrajectoryWriter | None = None
         if self.auto_save_path is not None:
             self._open_store(self.auto_save_path, max_pending_bytes)
@@ -118,11 +126,14 @@ class TrajectoryReplayBuffer:
             self._lock.release()
             raise
         self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
+        self._count_disk_bytes(directory, contents)
         self._writer = TrajectoryWriter(
             index,
             self._metadata,
             lambda entry: self._window.set_written(entry, directory),
+            self._window.forget,
             self.trajectory_format,
+            self._budget,
             max_pending_bytes,
         )
 
@@ -164,6 +175,7 @@ class TrajectoryReplayBuffer:
         writer = self._writer
         size_bytes = payload.size_bytes
         if writer is not None:
+            self._budget.check(size_bytes)
             writer.wait_for_room(size_bytes)
         cache = self._window.begin(payload.schema)
         while (slot := cache.put(entry, payload, is_written=writer is None)) is None:
@@ -178,6 +190,7 @@ class TrajectoryReplayBuffer:
                     f"reserved addresses, got none. Raise RLIMIT_AS or shrink sample_window_size."
                 )
         self._window.add(slot)
+        self._budget.add(entry.trajectory_id, size_bytes)
         self._next_id += self._id_step
         if writer is not None:
             writer.submit(cache, slot, size_bytes)
@@ -290,6 +303,7 @@ class TrajectoryReplayBuffer:
                 self._writer.flush(sync=False)
                 self._writer.clear()
             self._window.clear()
+            self._budget.load(())
             if self._writer is not None:
                 self._writer.remove_dead_files()
 
@@ -317,6 +331,7 @@ class TrajectoryReplayBuffer:
                     self._writer.flush(sync=is_own)
                     if is_own:
                         return
+                stack.enter_context(self._budget.held())
                 entries, put = stack.enter_context(self._window.held())
                 contents = Contents()
                 contents.schema = self._window.schema if entries else None
@@ -373,6 +388,14 @@ class TrajectoryReplayBuffer:
             self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
             if self._writer is not None:
                 self._writer.remove_dead_files()
+                self._count_disk_bytes(path, contents)
+
+    def _count_disk_bytes(self, directory: str, contents: Contents) -> None:
+        if self._budget.max_bytes is not None:
+            self._budget.load(
+                (entry.trajectory_id, files.disk_bytes_of(files.join(directory, entry.file)))
+                for entry in contents.entries.values()
+            )
 
     # -- ending ------------------------------------------------------------------------------
 

@@ -179,6 +179,7 @@ class TrajectoryIndex:
         else:
             self.contents, valid = Contents(), 0
         self._fd = files.open_for_append(journal)
+        self._changes = 0  # since the last snapshot
         try:
             if files.length(self._fd) > valid:
                 _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
@@ -188,7 +189,6 @@ class TrajectoryIndex:
         except BaseException:
             files.close(self._fd)
             raise
-        self._changes = 0  # since the last snapshot
         self._snapshot_bytes = files.length(self._fd)
 
     def add(self, schema: Schema, entry: Entry) -> None:
@@ -206,6 +206,12 @@ class TrajectoryIndex:
         """All trajectories are gone; `remove_dead_files` unlinks what was theirs."""
         counter = self.contents.trajectory_counter
         event = {"event": "clear", "trajectory_counter": counter}
+        self._append(_encode(event))
+        self.contents.apply(event)
+
+    def drop(self, trajectory_ids: list[int]) -> None:
+        """These are gone; `remove_dead_files` unlinks what was theirs."""
+        event = {"event": "drop", "trajectory_ids": trajectory_ids}
         self._append(_encode(event))
         self.contents.apply(event)
 
@@ -283,9 +289,7 @@ class TrajectoryIndex:
                 self.directory,
                 lost,
             )
-            event = {"event": "drop", "trajectory_ids": lost}
-            files.append(self._fd, _encode(event))
-            self.contents.apply(event)
+            self.drop(lost)
 
 
 def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:

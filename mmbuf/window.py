@@ -7,6 +7,7 @@ The trajectory list holds all trajectories, oldest first; `sample` draws from th
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,6 +45,7 @@ class Window:
         self.cache: TrajectoryCache | None = None
         self.entries: dict[int, Entry] = {}  # the trajectory list, by id
         self.total_samples = 0
+        self._list_lock = threading.Lock()  # guards the counts: one adds, the writer forgets
         self._directories: dict[int, str] = {}
         self._slots: dict[int, Slot] = {}  # of the window, and of those not written yet
         self._leaving: deque[int] = deque()
@@ -80,8 +82,9 @@ class Window:
     def add(self, slot: Slot) -> None:
         """Append to the list what was put into the cache."""
         entry = slot.entry
-        self.entries[entry.trajectory_id] = entry
-        self.total_samples += entry.num_samples
+        with self._list_lock:
+            self.entries[entry.trajectory_id] = entry
+            self.total_samples += entry.num_samples
         self._slots[entry.trajectory_id] = slot
         if self._window_size:
             self._leaving.append(entry.trajectory_id)
@@ -94,6 +97,13 @@ class Window:
         """The trajectory has a file in ``directory`` now."""
         self._directories[entry.trajectory_id] = directory
         self.entries[entry.trajectory_id] = entry
+
+    def forget(self, trajectory_ids: Iterable[int]) -> None:
+        """These, which are not in the window, are no longer in the list."""
+        with self._list_lock:
+            for trajectory_id in trajectory_ids:
+                self.total_samples -= self.entries.pop(trajectory_id).num_samples
+                del self._directories[trajectory_id]
 
     def open(self, schema: Schema | None, entries: Iterable[Entry], directory: str) -> None:
         """Take in the trajectories of a store, oldest first; no data file is opened."""
@@ -235,6 +245,7 @@ class Window:
         key = (*self._seeds.spawn_key, self._num_forks)
         seeds = np.random.SeedSequence(self._seeds.entropy, spawn_key=key)
         self._seeds, self.generator = seeds, np.random.default_rng(seeds)
+        self._list_lock = threading.Lock()
         if self.cache is not None:
             self.cache.renew_locks()
 

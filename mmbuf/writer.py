@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mmbuf import files, storage
+from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import WriteError
@@ -30,7 +31,7 @@ class TrajectoryWriter:
 
     ``submit``, ``wait_for_room``, ``flush``, ``clear``, ``load`` and ``close`` are for one thread
     at a time. ``metadata()`` gives what the snapshots say beside the index; ``format_name`` is that
-    of the files.
+    of the files. What ``budget`` has no room for is dropped once newer ones are written.
     """
 
     def __init__(
@@ -38,12 +39,16 @@ class TrajectoryWriter:
         index: TrajectoryIndex,
         metadata: Callable[[], dict[str, Any]],
         on_written: Callable[[Entry], None],
+        on_dropped: Callable[[list[int]], None],
         format_name: str,
+        budget: DiskBudget,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         self._index = index
         self._metadata = metadata
         self._on_written = on_written
+        self._on_dropped = on_dropped
+        self._budget = budget
         self._format_name = format_name
         self._max_pending_bytes = max_pending_bytes
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmbuf-writer")
@@ -164,6 +169,7 @@ class TrajectoryWriter:
                         self._pending.popleft()
                         self.pending_bytes -= size_bytes
                     self._changed.notify_all()
+                self._drop_excess()
             if self._index.is_snapshot_due():
                 self._write_snapshots()
         except BaseException as error:  # reaches the caller by raise_failure
@@ -177,9 +183,20 @@ class TrajectoryWriter:
         if self._published is None or self._published[0] is not slot:
             self._published = (slot, *self._publish(cache, slot))
         _, entry, path = self._published
+        if self._budget.max_bytes is not None:
+            self._budget.written(entry.trajectory_id, files.disk_bytes_of(path))
         self._on_written(entry)
         cache.written(slot, entry, path)
         self._published = None
+
+    def _drop_excess(self) -> None:
+        gone = self._budget.excess()
+        if gone:
+            self._index.drop(gone)
+            self._budget.dropped(gone)
+            # Nobody is shown them any more when their files go.
+            self._on_dropped(gone)
+            self._index.remove_dead_files()
 
     def _publish(self, cache: TrajectoryCache, slot: Slot) -> tuple[Entry, str]:
         """Write the slot's file, give it its name and journal it; its entry and path."""

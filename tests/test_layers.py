@@ -29,6 +29,7 @@ RANKS = {
     "formats": 1,
     "schema": 1,
     "vm": 1,
+    "budget": 1,
     "formats.native": 2,
     "formats.arrow": 3,
     "index": 2,
@@ -49,12 +50,14 @@ RANKS = {
     "writer": 7,
     "checkpoint": 8,
     "buffer": 9,
+    "transfer": 9,
     "reader": 9,
     "channel": 10,
     "collect": 10,
     "": 11,
     "cli.returns": 12,
     "cli.sac": 12,
+    "cli.transfer": 12,
     "cli.demo": 13,
     "cli": 14,
 }
@@ -78,6 +81,7 @@ DOORS = {
 HARMLESS = {
     ("buffer", "os"): {"PathLike", "fspath"},
     ("reader", "os"): {"PathLike"},
+    ("transfer", "os"): {"PathLike"},
     ("window", "os"): {"register_at_fork"},
     ("channel", "fcntl"): {"ioctl"},
 }
