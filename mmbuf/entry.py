@@ -27,6 +27,12 @@ class Part(NamedTuple):
     table: Table | None = None
 
 
+def parts_from_json(parts: Any) -> tuple[Part, ...]:
+    return tuple(
+        Part(part[0], part[1], Table(*part[2]) if len(part) > 2 else None) for part in parts
+    )
+
+
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """``shape`` from JSON as a tuple; ValueError unless it is ``[T, B, ...]``."""
     if len(shape) < 2 or not all(type(n) is int and n >= 0 for n in shape) or 0 in shape[:2]:
@@ -84,8 +90,11 @@ class Entry:
         }
 
     @classmethod
-    def from_json(cls, json: dict[str, Any]) -> Entry:
-        """The inverse of `to_json`; KeyError, TypeError or ValueError where it is none."""
+    def from_json(cls, json: dict[str, Any], parts: tuple[Part, ...] | None = None) -> Entry:
+        """The inverse of `to_json`; KeyError, TypeError or ValueError where it is none.
+
+        ``parts`` is for callers that have read those of ``json`` already.
+        """
         return cls(
             str(json["uuid"]),
             int(json["trajectory_id"]),
@@ -96,8 +105,5 @@ class Entry:
             str(json["format"]),
             str(json["file"]),
             int(json["size_bytes"]),
-            tuple(
-                Part(part[0], part[1], Table(*part[2]) if len(part) > 2 else None)
-                for part in json["parts"]
-            ),
+            parts_from_json(json["parts"]) if parts is None else parts,
         )

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmbuf import files
-from mmbuf.entry import Entry
+from mmbuf.entry import Entry, Part, parts_from_json
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.schema import Schema
 
@@ -39,6 +39,8 @@ VERSION = 1
 _SHORT_LIST = 1000  # up to here snapshots are always current
 _BLOCK = 256  # entries encoded at once, since json.dumps stops all other threads
 _CRC = ', "crc": "'
+_ADD = b'{"event": "add", "entry": {'
+_PARTS = b', "parts": '
 _CRC_BYTES = len(_CRC) + 8 + len('"}')
 
 # What JSON of any other form than ours may raise on its way into an entry or a schema.
@@ -137,6 +139,7 @@ def read(directory: str) -> tuple[Contents, int]:
     valid = 0
     bad: int | None = None
     offset = 0
+    layouts: dict[bytes, tuple[Part, ...]] = {}
     while offset < len(data):
         end = data.find(b"\n", offset)
         event = _whole(data[offset:end]) if end >= 0 else None
@@ -147,7 +150,10 @@ def read(directory: str) -> tuple[Contents, int]:
             raise CorruptError(journal, "a damaged line before a valid one.", offset=bad)
         else:
             try:
-                contents.apply(json.loads(event))
+                if event.startswith(_ADD):
+                    contents.add(_read_add(event, layouts))
+                else:
+                    contents.apply(json.loads(event))
             except VersionError as error:
                 raise VersionError(f"{journal}: {error}") from None
             except _BAD as error:
@@ -360,6 +366,21 @@ def _check_version(version: Any) -> None:
 def _encode(event: dict[str, Any]) -> bytes:
     body = json.dumps(event)[:-1].encode()
     return body + f'{_CRC}{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]]) -> Entry:
+    """The entry of an "add" line. Most parts of a store are equal, and are read only once.
+
+    They come last in an entry, and the quotes of `_PARTS` cannot stand inside of a JSON string.
+    """
+    head, mark, tail = line[:-_CRC_BYTES].partition(_PARTS)
+    if not mark or not tail.endswith(b"}"):
+        return Entry.from_json(json.loads(line)["entry"])
+    text = tail[:-1]
+    parts = layouts.get(text)
+    if parts is None:
+        parts = layouts[text] = parts_from_json(json.loads(text))
+    return Entry.from_json(json.loads(head + b"}}")["entry"], parts)
 
 
 def _whole(line: bytes) -> bytes | None:

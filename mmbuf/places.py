@@ -75,9 +75,11 @@ class Places:
     def find(self, rows: tuple[int, ...]) -> Place | None:
         """A place for a trajectory; None when there is no room now, OSError without memory."""
         extents: list[Extent] = []
+        is_even = len(set(rows)) == 1  # no column with left-out rows
         try:
             for lane in self.lanes:
-                extent = lane.place(max(rows[position] for position in lane.positions))
+                num_rows = rows[0] if is_even else max(rows[p] for p in lane.positions)
+                extent = lane.place(num_rows)
                 if extent is None:
                     break
                 extents.append(extent)

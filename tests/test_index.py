@@ -230,6 +230,22 @@ def test_ids_that_were_given_elsewhere_are_not_given_again(tmp_path: Path) -> No
     assert index.read(str(tmp_path))[0].trajectory_counter == 10
 
 
+def test_an_add_whose_parts_stand_elsewhere_is_read_as_well(tmp_path: Path) -> None:
+    append(tmp_path, line_of({"event": "schema", "version": 1, "columns": SCHEMA.to_json()}))
+    json_entry = entry(0).to_json()
+    parts = json_entry.pop("parts")
+    append(tmp_path, line_of({"event": "add", "entry": {"parts": parts, **json_entry}}))
+    append(tmp_path, line_of({"event": "add", "entry": entry(1).to_json()}))
+    assert index.read(str(tmp_path))[0].entries == {0: entry(0), 1: entry(1)}
+
+
+def test_text_that_looks_like_parts_is_text(tmp_path: Path) -> None:
+    odd = dataclasses.replace(entry(0), model_weights_id='", "parts": [[1, 2]]}', file="a.arrow")
+    with opened(tmp_path) as store:
+        store.add(SCHEMA, odd)
+    assert index.read(str(tmp_path))[0].entries == {0: odd}
+
+
 def loaded(ids: list[int], trajectory_counter: int, id_step: int) -> Contents:
     contents = Contents()
     contents.schema = SCHEMA
