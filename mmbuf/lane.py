@@ -86,7 +86,7 @@ class Lane:
         step = self._step(size)
         head = self._runs[-1][-1].stop if self._runs else 0
         start = round_up(head, self.row_bytes)
-        if not step and start + size <= self._committed:  # nothing to look for
+        if self._runs and not step and start + size <= self._committed:  # nothing to look for
             extent = Extent(start, start + size, False)
             self._runs[-1].append(extent)
             return extent
