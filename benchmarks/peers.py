@@ -184,6 +184,14 @@ class MmbufReader(Mmbuf):
         self._buffer = ReplayReader(str(directory), seed=2, sample_window_size=0)
 
 
+class MmbufResumed(Mmbuf):
+    """A buffer in memory that has loaded a checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._buffer = TrajectoryReplayBuffer(seed=2, sample_window_size=0)
+        self._buffer.load_checkpoint(checkpoint)
+
+
 class TorchRL(Floor):
     """`ReplayBuffer` over `LazyMemmapStorage`."""
 

@@ -29,7 +29,8 @@ class DiskBudget:
         self._window_size = window_size
         self._lock = threading.Lock()  # guards all below
         self._sizes: dict[int, int] = {}  # an estimate until it is written
-        self._unwritten: set[int] = set()
+        self._unwritten: set[int] = set()  # the newest
+        self._unwritten_bytes = 0
         self._window: deque[int] = deque()
         self._window_bytes = 0
         self._total_bytes = 0
@@ -56,11 +57,14 @@ class DiskBudget:
             with self._lock:
                 self._append(trajectory_id, size_bytes + _OVERHEAD_BYTES)
                 self._unwritten.add(trajectory_id)
+                self._unwritten_bytes += size_bytes + _OVERHEAD_BYTES
 
     def written(self, trajectory_id: int, size_bytes: int) -> None:
         """The trajectory's file takes ``size_bytes`` of the disk."""
         with self._lock:
-            self._unwritten.discard(trajectory_id)
+            if trajectory_id in self._unwritten:
+                self._unwritten.discard(trajectory_id)
+                self._unwritten_bytes -= self._sizes[trajectory_id]
             if trajectory_id in self._sizes:
                 more = size_bytes - self._sizes[trajectory_id]
                 self._sizes[trajectory_id] = size_bytes
@@ -69,19 +73,23 @@ class DiskBudget:
                     self._window_bytes += more
 
     def excess(self) -> list[int]:
-        """The ids that have to go, oldest first."""
+        """The ids that have to go, oldest first.
+
+        What is not written yet takes no room and the place of nothing: a process that is killed
+        leaves a whole window on the disk.
+        """
         gone: list[int] = []
-        if self.max_bytes is None:
+        if self.max_bytes is None or not self._window_size:
             return gone
         with self._lock:
             if self._num_holds:
                 return gone
-            total_bytes = self._total_bytes
-            outside = len(self._sizes) - len(self._window)
+            written_bytes = self._total_bytes - self._unwritten_bytes
+            outside = max(0, len(self._sizes) - len(self._unwritten) - self._window_size)
             for trajectory_id, size_bytes in itertools.islice(self._sizes.items(), outside):
-                if total_bytes <= self.max_bytes or trajectory_id in self._unwritten:
+                if written_bytes <= self.max_bytes:
                     break
-                total_bytes -= size_bytes
+                written_bytes -= size_bytes
                 gone.append(trajectory_id)
         return gone
 
@@ -97,7 +105,7 @@ class DiskBudget:
             self._sizes.clear()
             self._unwritten.clear()
             self._window.clear()
-            self._window_bytes = self._total_bytes = 0
+            self._window_bytes = self._total_bytes = self._unwritten_bytes = 0
             for trajectory_id, size_bytes in sizes:
                 self._append(trajectory_id, size_bytes)
 

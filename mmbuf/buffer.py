@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from mmbuf import checkpoint, files, storage
 from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
@@ -96,10 +98,11 @@ class TrajectoryReplayBuffer:
         self._next_id = 0
         self._id_step = 1
         self._window = Window(
-            seed=seed,
+            seeds=np.random.SeedSequence(seed),
             window_size=sample_window_size,
             cache_size=(cache_size if enable_cache else 0) if auto_save else None,
             can_map=enable_cache,
+            on_fork=self._renew_locks,
         )
         self._budget = DiskBudget(max_disk_bytes if auto_save else None, sample_window_size)
         self._writer: TrajectoryWriter | None = None
@@ -114,10 +117,10 @@ class TrajectoryReplayBuffer:
         files.make_directory(directory)
         self._lock = files.WriterLock(files.join(directory, _LOCK))
         try:
-            index = TrajectoryIndex(directory)
+            index = TrajectoryIndex(directory, storage.verify)
             contents = index.contents
             try:
-                self._window.open(contents.schema, contents.entries.values(), directory)
+                self._take_in(contents, directory)
             except BaseException:
                 index.close()
                 raise
@@ -243,7 +246,7 @@ class TrajectoryReplayBuffer:
     @property
     def trajectory_ids(self) -> list[int]:
         """Ids of all trajectories in the list, oldest first."""
-        return list(self._window.entries)
+        return self._window.trajectory_ids
 
     @property
     def window_ids(self) -> list[int]:
@@ -379,16 +382,21 @@ class TrajectoryReplayBuffer:
                 generator = checkpoint.stream_of(generator, local_rank, world_size)
             if self._writer is not None:
                 directory = self._writer.directory
-                contents = checkpoint.bring_in(directory, path, contents)
-                self._writer.load(contents)
+                with checkpoint.brought_in(directory, path, contents) as contents:
+                    self._writer.load(contents)
                 path = directory
             self._window.clear()
-            self._window.open(contents.schema, contents.entries.values(), path)
+            self._take_in(contents, path)
             self._window.generator = generator
             self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
             if self._writer is not None:
                 self._writer.remove_dead_files()
                 self._count_disk_bytes(path, contents)
+
+    def _take_in(self, contents: Contents, directory: str) -> None:
+        if contents.schema is not None and contents.entries:
+            entries = contents.entries.items()
+            self._window.open(contents.schema, [(i, e, directory) for i, e in entries])
 
     def _count_disk_bytes(self, directory: str, contents: Contents) -> None:
         if self._budget.max_bytes is not None:
@@ -435,6 +443,11 @@ class TrajectoryReplayBuffer:
         return (
             f"<TrajectoryReplayBuffer {where}: {self.size} trajectories, {self.total_samples} rows>"
         )
+
+    def _renew_locks(self) -> None:
+        """In a forked child: the threads that may have held them are gone."""
+        self._save_lock = threading.Lock()
+        self._add_lock = threading.Lock()
 
     def _is_forked(self) -> bool:
         return files.process_id() != self._pid

@@ -289,6 +289,32 @@ class TrajectoryCache:
         self.reclaim()
         self._pool.clear()
 
+    def remove(self, slots: Iterable[Slot]) -> None:
+        """Take written slots out of the window, wherever they lie in it."""
+        with self._lock:
+            table = self._table
+            gone = {slot for slot in slots if table.is_in_window(slot.number)}
+            leaving = []
+            for slot in gone:
+                leaving.append(_Retired([], slot.place, slot.number))
+                self._num_unfilled -= not slot.is_filled
+                slot.place, slot.is_filled = None, False
+            first, stop = table.first_number + table.first, table.first_number + table.stop
+            while first < stop and self._slots[first] in gone:  # nearly always the oldest
+                gone.remove(self._slots[first])
+                table.drop_oldest()
+                first += 1
+            if gone:
+                kept = [self._slots[n] for n in range(first, stop) if self._slots[n] not in gone]
+                leaving.extend(_Retired([], None, slot.number) for slot in kept)
+                table.keep(np.array([slot.number for slot in kept], np.int64))
+                for number, slot in enumerate(kept, table.first_number):
+                    slot.number = number
+                    self._slots[number] = slot
+            self._resident = deque(slot for slot in self._resident if slot.place is not None)
+            self._publish(leaving)
+        self.reclaim()
+
     def clear(self) -> None:
         """Forget all trajectories. None may be on its way to a file."""
         with self._lock:

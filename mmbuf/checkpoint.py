@@ -7,8 +7,8 @@ system allows, since a published file never changes. Saving is atomic::
     an existing one  new files are linked in and synced; ``trajectory_index.json`` is replaced: the
                      moment it becomes the new checkpoint; what it no longer lists is unlinked
 
-``.saving.json`` lists the names that an unfinished save has put into an existing directory, so that
-the next one can take them away.
+``.saving.json`` lists what an unfinished save has put into an existing directory or was about to
+unlink there: the next one takes away what the index does not list.
 
 `read` opens whatever there is: a live store by its journal, a checkpoint by its index, a directory
 of RLinf's by its files. Here, and not in the index, since only the files know their schema there.
@@ -19,14 +19,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from mmbuf import files, index, storage
 from mmbuf.entry import Entry
-from mmbuf.errors import CorruptError, MmbufError, SchemaError
+from mmbuf.errors import CorruptError, MmbufError, SchemaError, WriteError
 from mmbuf.index import Contents
 
 # Brings a trajectory to a path in a format; its entry there.
@@ -34,6 +35,7 @@ Put = Callable[[Entry, str, str], Entry]
 
 _LEGACY_INDEX = "trajector_index.json"
 _SAVING = ".saving.json"
+_KEPT = ("trajectory_format", "seed")
 _log = logging.getLogger("mmbuf")
 
 
@@ -50,12 +52,14 @@ def save(
     ``trajectory_format`` None: each file's own, and ``metadata["trajectory_format"]`` for what has
     no file yet. OSError as the system gives it; then the old checkpoint is whole.
     """
-    metadata = {**metadata, "trajectory_format": trajectory_format or _common(contents, metadata)}
-    default = str(metadata["trajectory_format"])
+    default = trajectory_format or str(metadata["trajectory_format"])
     wanted = {
         entry.uuid: trajectory_format or entry.format or default
         for entry in contents.entries.values()
     }
+    formats = set(wanted.values())
+    common = formats.pop() if len(formats) == 1 else default
+    metadata = {**metadata, "trajectory_format": common}
     if files.exists(directory):
         _save_into(directory, contents, metadata, put, wanted)
         return
@@ -66,11 +70,9 @@ def save(
     with files.created_directory(temporary):
         saved = _saved(contents)
         for entry in contents.entries.values():
-            file = _name(entry, wanted[entry.uuid])
-            path = files.join(temporary, file)
-            entry = put(dataclasses.replace(entry, file=file), path, wanted[entry.uuid])
-            saved.add(dataclasses.replace(entry, file=file))
-            files.sync_whole(path)
+            format_name = wanted[entry.uuid]
+            file = _name(entry, format_name)
+            saved.add(_placed(temporary, dataclasses.replace(entry, file=file), put, format_name))
         _commit(temporary, saved, contents, metadata)
         files.rename(temporary, directory)
     files.sync(parent)  # the new name
@@ -89,35 +91,45 @@ def _save_into(
         raise FileExistsError(
             f"save_path: expected a checkpoint or a new path, got the live store {directory}."
         )
-    old = {entry.uuid: entry for entry in _old_entries(directory)}
-    _take_back_unfinished(directory, {entry.file for entry in old.values()})
+    files.remove_temporaries(directory)
+    listed = _old_entries(directory)
+    old = {entry.uuid: entry for entry in listed}
+    _take_back_unfinished(directory, {entry.file for entry in listed})
     here = set(files.names_in(directory))
+    dropped = here.intersection(entry.file for entry in listed)
     saved = _saved(contents)
     new: list[tuple[Entry, str]] = []
     for entry in contents.entries.values():
         format_name = wanted[entry.uuid]
         known = old.get(entry.uuid)
         if known is not None and known.format == format_name and known.file in here:
+            dropped.discard(known.file)
             saved.add(dataclasses.replace(known, trajectory_id=entry.trajectory_id))
         else:
             file = _free_name(entry, format_name, here)
             here.add(file)
             new.append((dataclasses.replace(entry, file=file), format_name))
             saved.add(entry)  # in its order; completed below
-    if new:
-        names = json.dumps([entry.file for entry, _ in new]).encode()
-        files.replace(files.join(directory, _SAVING), [names])
+    if new or dropped:
+        names = [*(entry.file for entry, _ in new), *sorted(dropped)]
+        files.replace(files.join(directory, _SAVING), [json.dumps(names).encode()])
     for entry, format_name in new:
-        path = files.join(directory, entry.file)
-        put_entry = put(entry, path, format_name)
-        saved.entries[entry.trajectory_id] = dataclasses.replace(put_entry, file=entry.file)
-        files.sync_whole(path)
+        saved.entries[entry.trajectory_id] = _placed(directory, entry, put, format_name)
     _commit(directory, saved, contents, metadata)
-    live = {entry.file for entry in saved.entries.values()}
-    for entry in old.values():
-        if entry.file not in live:
-            files.remove(files.join(directory, entry.file))
+    for name in dropped:
+        files.remove(files.join(directory, name))
     files.unlink(files.join(directory, _SAVING))
+
+
+def _placed(directory: str, entry: Entry, put: Put, format_name: str) -> Entry:
+    """The entry, with its file in ``directory`` and on the disk itself."""
+    path = files.join(directory, entry.file)
+    placed = put(entry, path, format_name)
+    files.sync_whole(path)
+    # Its number stays: adapters give files of equal bytes one uuid, and `put` goes by that.
+    return dataclasses.replace(
+        entry, format=placed.format, size_bytes=placed.size_bytes, parts=placed.parts
+    )
 
 
 def _saved(contents: Contents) -> Contents:
@@ -133,12 +145,6 @@ def _commit(directory: str, saved: Contents, contents: Contents, metadata: dict[
     files.sync(directory)  # the index's own name
 
 
-def _common(contents: Contents, metadata: dict[str, Any]) -> str:
-    """The one format of all files, else that of the buffer."""
-    formats = {entry.format for entry in contents.entries.values() if entry.format}
-    return formats.pop() if len(formats) == 1 else str(metadata["trajectory_format"])
-
-
 def _old_entries(directory: str) -> list[Entry]:
     """What an earlier save lists; nothing where no index can be read: it is to be replaced."""
     try:
@@ -148,13 +154,13 @@ def _old_entries(directory: str) -> list[Entry]:
 
 
 def _take_back_unfinished(directory: str, listed: set[str]) -> None:
-    """Remove what a save that did not come to its end has put here."""
+    """Remove what a save that did not come to its end has put here, or left to be removed."""
     path = files.join(directory, _SAVING)
     if not files.exists(path):
         return
     try:
         names = {str(name) for name in json.loads(files.read(path))}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         names = set()
     for name in names.intersection(files.names_in(directory)) - listed:
         files.remove(files.join(directory, name))
@@ -190,7 +196,7 @@ def read(directory: str) -> Contents:
         path = files.join(directory, name)
         if files.exists(path):
             snapshot = _json(path)
-            if "version" in snapshot:
+            if "version" in snapshot or "crc" in snapshot:
                 return index.read(directory)[0]
             return _read_rlinf(directory, path, snapshot)
     raise FileNotFoundError(
@@ -235,8 +241,8 @@ def _read_rlinf(directory: str, path: str, snapshot: dict[str, Any]) -> Contents
                     model_weights_id=weights_id,
                 )
             )
-        contents.count_from(int(metadata.get("trajectory_counter", 0)), 1)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        contents.count_from(index.checked_counter(metadata.get("trajectory_counter", 0)), 1)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, MmbufError):
             raise
         raise CorruptError(path, f"not an index: {error!r}.") from error
@@ -257,14 +263,28 @@ def _described(path: str, name: str, contents: Contents) -> tuple[Entry, Any]:
     return entry, schema
 
 
+def metadata_of(directory: str, contents: Contents) -> dict[str, Any]:
+    """What the index says beside its entries; of a live store its format and seed.
+
+    Not where a live store's generator is: what its snapshot says may be older than that.
+    """
+    path = files.join(directory, index.METADATA)
+    if contents.metadata or not files.exists(path):
+        return contents.metadata
+    return {key: value for key, value in _json(path).items() if key in _KEPT}
+
+
 def check_files(directory: str, contents: Contents) -> None:
-    """CorruptError unless every trajectory has a file of the right size."""
-    for entry in contents.entries.values():
+    """CorruptError unless every trajectory has a file of the right size and all of its columns."""
+    here = set(files.names_in(directory))
+    entries = contents.entries.values()
+    if contents.schema is not None:
+        storage.check_entries(contents.schema, [(entry, directory) for entry in entries])
+    for entry in entries:
         path = files.join(directory, entry.file)
-        try:
-            size = files.size_of(path)
-        except FileNotFoundError as error:
-            raise CorruptError(path, "expected a trajectory's file, got none.") from error
+        if entry.file not in here:
+            raise CorruptError(path, "expected a trajectory's file, got none.")
+        size = files.size_of(path)
         if size != entry.size_bytes:
             raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
 
@@ -306,10 +326,12 @@ def stream_of(generator: np.random.Generator, rank: int, world_size: int) -> np.
     return np.random.default_rng(seeds)
 
 
-def bring_in(directory: str, source: str, contents: Contents) -> Contents:
+@contextmanager
+def brought_in(directory: str, source: str, contents: Contents) -> Iterator[Contents]:
     """Link or copy the files of ``contents`` from ``source`` into the store ``directory``.
 
-    Nothing there is written over. If it fails, what was brought is taken back.
+    Nothing there is written over. What was brought is taken back if that fails, or if the block
+    does so by a WriteError: the journal does not speak of it then.
     """
     here = set(files.names_in(directory))
     brought = Contents()
@@ -327,8 +349,16 @@ def bring_in(directory: str, source: str, contents: Contents) -> Contents:
                 made.append(target)
             brought.add(dataclasses.replace(entry, file=file))
     except BaseException:
-        for target in made:
-            files.remove(target)
+        _take_back(made)
         raise
     brought.count_from(contents.trajectory_counter, contents.id_step)
-    return brought
+    try:
+        yield brought
+    except WriteError:
+        _take_back(made)
+        raise
+
+
+def _take_back(made: list[str]) -> None:
+    for path in made:
+        files.remove(path)

@@ -27,10 +27,37 @@ class Part(NamedTuple):
     table: Table | None = None
 
 
+# Of bytes and ids; and of rows, so that the row numbers of millions of trajectories fit in int64.
+_LIMIT = 1 << 62
+_MAX_ROWS = 1 << 40
+_MAX_NAME_BYTES = 255  # of file systems
+
+
 def parts_from_json(parts: Any) -> tuple[Part, ...]:
-    return tuple(
+    """Parts; LookupError, TypeError or ValueError unless all of their numbers can be such."""
+    found = tuple(
         Part(part[0], part[1], Table(*part[2]) if len(part) > 2 else None) for part in parts
     )
+    for part in found:
+        for number in (part.offset, part.rows, *(part.table or ())):
+            if type(number) is not int or not 0 <= number < _LIMIT:
+                raise ValueError(f"expected ints of 0 or more, got {part}")
+        if part.rows >= _MAX_ROWS:
+            raise ValueError(f"{part.rows} rows")
+    return found
+
+
+def _checked_file(file: str) -> str:
+    """``file``; ValueError unless a trajectory's file in the store's own directory can have it.
+
+    So no entry leads elsewhere, and none to what is not a trajectory: hidden files, the journal and
+    its snapshots.
+    """
+    if "/" in file or "\0" in file or file[:1] in ("", ".") or file.endswith((".json", ".jsonl")):
+        raise ValueError(f"expected the name of a trajectory's file, got {file!r}")
+    if len(file if file.isascii() else file.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"a file name of {len(file)} characters")
+    return file
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
@@ -95,7 +122,7 @@ class Entry:
 
         ``parts`` is for callers that have read those of ``json`` already.
         """
-        return cls(
+        entry = cls(
             str(json["uuid"]),
             int(json["trajectory_id"]),
             checked_shape(json["shape"]),
@@ -103,7 +130,12 @@ class Entry:
             str(json["model_weights_id"]),
             float(json["added_at"]),
             str(json["format"]),
-            str(json["file"]),
+            _checked_file(str(json["file"])),
             int(json["size_bytes"]),
             parts_from_json(json["parts"]) if parts is None else parts,
         )
+        if not (0 <= entry.trajectory_id < _LIMIT and 0 <= entry.size_bytes < _LIMIT):
+            raise ValueError(f"trajectory {entry.trajectory_id} of {entry.size_bytes} bytes")
+        if entry.max_episode_length < 0:
+            raise ValueError(f"max_episode_length {entry.max_episode_length}")
+        return entry

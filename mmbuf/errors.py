@@ -33,13 +33,14 @@ class CorruptError(MmbufError):
     """Bytes on disk are wrong.
 
     ``path`` is the file; ``offset`` the byte where the damage was seen, None if the whole file is
-    concerned.
+    concerned; ``what`` the message without them.
     """
 
     def __init__(self, path: str, what: str, *, offset: int | None = None) -> None:
         where = path if offset is None else f"{path} at byte {offset}"
         super().__init__(f"{where}: {what}")
         self.path = path
+        self.what = what
         self.offset = offset
 
 

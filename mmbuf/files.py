@@ -1,6 +1,8 @@
 """The only door to the disk: names, whole writes, atomic replacement, sync, locks.
 
-All functions raise OSError as the operating system gives it, with the path where there is one.
+All functions raise OSError as the operating system gives it, with the path where there is one. What
+is opened or measured is a file itself: a symbolic link, which may lead out of the store, a pipe or a
+device in its place is a CorruptError.
 They are called as ``files.function`` throughout, so that a test can put another disk in their
 place.
 """
@@ -8,17 +10,20 @@ place.
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
+import re
 import socket
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import filelock
 
-from mmbuf.errors import LockedError
+from mmbuf.errors import CorruptError, LockedError
 
 _TEMPORARY = ".tmp"
 _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and a temporary's marks
@@ -32,6 +37,20 @@ def join(directory: str, name: str) -> str:
     return os.path.join(directory, name)
 
 
+def name_of(path: str) -> str:
+    return os.path.basename(path)
+
+
+def is_pattern(path: str) -> bool:
+    """Whether ``path`` has wildcards, and no directory is called so."""
+    return glob.has_magic(path) and not os.path.isdir(path)
+
+
+def matches(pattern: str) -> list[str]:
+    """The directories that match, in the order of their names."""
+    return sorted(path for path in glob.glob(pattern) if os.path.isdir(path))
+
+
 def directory_of(path: str) -> str:
     return os.path.dirname(path)
 
@@ -42,6 +61,14 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def boot_id() -> str:
+    """What tells one start of this machine from all others; empty where the system does not say."""
+    try:
+        return read("/proc/sys/kernel/random/boot_id").decode().strip()
+    except OSError:
+        return ""
 
 
 def escape(text: str) -> str:
@@ -62,7 +89,14 @@ def trajectory_name(trajectory_id: int, model_weights_id: str) -> str:
 
 def make_directory(path: str) -> None:
     """Make ``path`` and what is missing above it; an existing directory is left as it is."""
+    parents = []
+    above = path
+    while above and not os.path.lexists(above):
+        above = os.path.dirname(above)
+        parents.append(above or os.curdir)
     os.makedirs(path, exist_ok=True)
+    for parent in reversed(parents):
+        sync(parent)  # or all that is synced in the new directory is lost with its name
 
 
 def exists(path: str) -> bool:
@@ -75,18 +109,48 @@ def is_directory(path: str) -> bool:
 
 def size_of(path: str) -> int:
     """Bytes of a file, or of all files in a directory (not of those below)."""
-    if not os.path.isdir(path):
-        return os.stat(path).st_size
-    with os.scandir(path) as names:
-        return sum(name.stat().st_size for name in names)
+    return sum(status.st_size for status in _statuses(path))
+
+
+def _statuses(path: str) -> list[os.stat_result]:
+    """Of a file, or of all files in a directory."""
+    statuses = {path: os.lstat(path)}
+    if stat.S_ISDIR(statuses[path].st_mode):
+        with os.scandir(path) as names:
+            statuses = {name.path: name.stat(follow_symlinks=False) for name in names}
+    for name, status in statuses.items():
+        if stat.S_ISLNK(status.st_mode):
+            raise _not_a_file(name, "a symbolic link")
+    return list(statuses.values())
+
+
+def check_is_no_link(path: str) -> None:
+    """CorruptError for a symbolic link."""
+    if os.path.islink(path):
+        raise _not_a_file(path, "a symbolic link")
+
+
+def _not_a_file(path: str, what: str) -> CorruptError:
+    return CorruptError(path, f"expected a file of the store's own, got {what}.")
+
+
+class Signature(NamedTuple):
+    """What tells one state of a file from another; times in ns."""
+
+    inode: int
+    size: int
+    changed_at: int
+
+
+def signature(file: str | int) -> Signature:
+    """The state of a file, given by its path or open; one ``stat``."""
+    status = os.stat(file)
+    return Signature(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def disk_bytes_of(path: str) -> int:
     """Bytes that a file, or all files in a directory, take on the disk: holes take none."""
-    if not os.path.isdir(path):
-        return os.stat(path).st_blocks * 512
-    with os.scandir(path) as names:
-        return sum(name.stat().st_blocks for name in names) * 512
+    return sum(status.st_blocks for status in _statuses(path)) * 512
 
 
 def names_in(directory: str) -> list[str]:
@@ -125,8 +189,13 @@ def is_same(path: str, other: str) -> bool:
         if os.path.samefile(path, other):
             return True
         names = os.listdir(path)
-        return sorted(names) == sorted(os.listdir(other)) and all(
-            os.path.samefile(os.path.join(path, name), os.path.join(other, name)) for name in names
+        return (
+            names != []
+            and sorted(names) == sorted(os.listdir(other))
+            and all(
+                os.path.samefile(os.path.join(path, name), os.path.join(other, name))
+                for name in names
+            )
         )
     except OSError:
         return False
@@ -138,6 +207,7 @@ def link_or_copy(source: str, target: str) -> None:
     By hard links, which write no data; by copies where the file systems do not allow them. The
     target is complete when it appears. FileExistsError if it is there already.
     """
+    check_is_no_link(source)
     if not os.path.isdir(source):
         try:
             os.link(source, target)
@@ -195,8 +265,9 @@ def temporary(path: str) -> str:
 def remove_temporaries_of(path: str) -> None:
     """Remove what is left of earlier tries to make ``path``. Only for who alone makes it."""
     directory, name = os.path.split(path)
+    made = re.compile(re.escape(f".{name}.") + f"[0-9a-f]{{12}}{re.escape(_TEMPORARY)}")
     for other in os.listdir(directory):
-        if other.startswith(f".{name}.") and other.endswith(_TEMPORARY):
+        if made.fullmatch(other):
             remove(os.path.join(directory, other))
 
 
@@ -243,22 +314,37 @@ def created_directory(path: str) -> Iterator[None]:
 @contextmanager
 def opened(path: str) -> Iterator[int]:
     """An existing file, open for reading."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = _open(path, os.O_RDONLY)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
+def _open(path: str, flags: int) -> int:
+    # A pipe would let us wait for who writes to it.
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_a_file(path, "a symbolic link") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_a_file(path, "a directory, a pipe or a device")
+    return fd
+
+
 @contextmanager
 def opened_file(path: str) -> Iterator[BinaryIO]:
     """An existing file as a file object, for libraries that want one; else like `opened`."""
-    with open(path, "rb") as file:
+    with opened(path) as fd, open(fd, "rb", closefd=False) as file:
         yield file
 
 
 def open_for_append(path: str) -> int:
-    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    return _open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND)
 
 
 def close(fd: int) -> None:
@@ -320,8 +406,8 @@ def read_into(fd: int, view: memoryview, offset: int) -> None:
 
 
 def read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    with opened(path) as fd:
+        return read_at(fd, length(fd), 0)
 
 
 def replace(path: str, blocks: Iterable[bytes]) -> None:
@@ -353,6 +439,10 @@ def sync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        # SMB and others sync no directories: names are there when their server says so.
+        if error.errno != errno.EINVAL or not os.path.isdir(path):
+            raise
     finally:
         os.close(fd)
 
@@ -368,6 +458,8 @@ class WriterLock:
     """
 
     def __init__(self, path: str) -> None:
+        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+            raise _not_a_file(path, "something else")
         self._lock = filelock.FileLock(path, is_singleton=False)
         try:
             self._lock.acquire(timeout=0)

@@ -10,12 +10,16 @@ rest of its line::
     {"event": "load", "columns": [...], "entries": [...],    others have taken the place of all:
      "trajectory_counter": 7, "id_step": 1}                  one line, so that it holds or not
     {"event": "sync"}                                        all before this is on the disk itself
+    {"event": "boot", "id": "..."}                           the machine was started anew; before
+                                                             the first line that it wrote since
 
 Bytes behind the last valid line are a torn tail: the writer died in the middle of a line. Readers
 ignore it, a writer cuts it off before it appends. A bad line *before* a valid one is damage.
 
 ``trajectory_index.json`` and ``metadata.json`` are snapshots for people and for RLinf's tools,
-which read the same keys. A checkpoint has no journal: there ``trajectory_index.json`` is the truth.
+which read the same keys. A checkpoint has no journal: there ``trajectory_index.json`` is the truth,
+and ends as a line of the journal does, in the CRC-32 of the rest. Without its last key ``"crc"`` it
+is taken as it is: so it can be edited by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmbuf import files
@@ -46,6 +51,8 @@ _CRC_BYTES = len(_CRC) + 8 + len('"}')
 # What JSON of any other form than ours may raise on its way into an entry or a schema.
 _BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
+_MAX_COUNTER = 1 << 62
+
 _log = logging.getLogger("mmbuf")
 
 
@@ -61,10 +68,14 @@ class Contents:
         self.entries: dict[int, Entry] = {}
         self.trajectory_counter = 0
         self.id_step = 1
+        self.num_added = 0  # ever, so that each has a number that no other gets
         self.total_samples = 0
         self.metadata: dict[str, Any] = {}
         self.unsynced: list[int] = []  # ids added after the last sync mark
+        self.boot_id = ""  # of the machine when the last line was written
         self.dead_files: list[str] = []  # of trajectories that are gone
+        self.has_synced_dead = False  # of some that were on the disk itself
+        self.is_replaced = False  # and others were loaded in their place
 
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
@@ -78,31 +89,39 @@ class Contents:
             for trajectory_id in event["trajectory_ids"]:
                 self.drop(int(trajectory_id))
         elif kind == "clear":
-            self.dead_files.extend(entry.file for entry in self.entries.values())
+            self._bury_all()
             self.entries.clear()
             self.unsynced.clear()
             self.total_samples = 0
             self.schema = None
-            self.trajectory_counter = max(self.trajectory_counter, event["trajectory_counter"])
+            counter = checked_counter(event["trajectory_counter"])
+            self.trajectory_counter = max(self.trajectory_counter, counter)
         elif kind == "load":
             self.load(_read_load(event))
         elif kind == "sync":
-            self.unsynced.clear()
+            self.synced()
+        elif kind == "boot":
+            self.boot_id = str(event["id"])
         # An event of a kind that is not known yet says nothing about the trajectories.
 
     def add(self, entry: Entry) -> None:
         if entry.trajectory_id in self.entries:
             raise ValueError(f"trajectory_id {entry.trajectory_id} twice")
+        if self.schema is None:
+            raise ValueError(f"trajectory_id {entry.trajectory_id} without a schema")
         self.entries[entry.trajectory_id] = entry
         next_id = entry.trajectory_id + self.id_step
         self.trajectory_counter = max(self.trajectory_counter, next_id)
         self.total_samples += entry.num_samples
+        self.num_added += 1
         self.unsynced.append(entry.trajectory_id)
 
     def load(self, other: Contents) -> None:
         """Take another's place: its trajectories, schema and counting instead of these."""
-        self.dead_files.extend(entry.file for entry in self.entries.values())
+        self._bury_all()
+        self.is_replaced = self.has_synced_dead
         self.schema = other.schema
+        self.num_added += other.num_added
         self.entries = dict(other.entries)
         self.total_samples = other.total_samples
         self.unsynced = list(other.entries)
@@ -111,7 +130,7 @@ class Contents:
 
     def count_from(self, trajectory_counter: int, id_step: int) -> None:
         """Go on with this id, or the one after the last; ValueError for a step below 1."""
-        if id_step < 1:
+        if not 1 <= id_step < _MAX_COUNTER:
             raise ValueError(f"id_step {id_step}")
         self.id_step = id_step
         self.trajectory_counter = max([trajectory_counter, *(i + 1 for i in self.entries)])
@@ -122,6 +141,122 @@ class Contents:
         self.dead_files.append(entry.file)
         if trajectory_id in self.unsynced:
             self.unsynced.remove(trajectory_id)
+        else:
+            self.has_synced_dead = True
+
+    def synced(self) -> None:
+        """All is on the disk itself."""
+        self.unsynced.clear()
+        self.has_synced_dead = self.is_replaced = False
+
+    def _bury_all(self) -> None:
+        self.dead_files.extend(entry.file for entry in self.entries.values())
+        if len(self.unsynced) < len(self.entries):
+            self.has_synced_dead = True
+
+
+@dataclass
+class Changes:
+    """What happened to a store: ``dropped`` ids are gone, then ``added`` ones came, in order.
+
+    ``is_reset``: all that was there before is gone, and ``added`` is all that there is. With each
+    entry comes its number among all that were ever added to the store.
+    """
+
+    is_reset: bool = False
+    dropped: list[int] = field(default_factory=list)
+    added: dict[int, tuple[Entry, int]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.is_reset or bool(self.dropped) or bool(self.added)
+
+
+class JournalReader:
+    """Reads a journal, and later what was appended to it. For one thread at a time."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.contents = Contents()
+        self.valid_bytes = 0
+        self._journal = files.join(directory, JOURNAL)
+        self._signature: files.Signature | None = None
+        self._untold = Changes()
+        self._layouts: dict[bytes, tuple[Part, ...]] = {}
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the journal behind the last valid line that was read."""
+        return files.size_of(self._journal) - self.valid_bytes
+
+    def has_changed(self) -> bool:
+        """Whether the file is another one, or of another length, than when it was read last."""
+        return files.signature(self._journal) != self._signature
+
+    def refresh(self) -> Changes:
+        """Read what is new; all of it when another file has taken the journal's place.
+
+        FileNotFoundError where there is none, CorruptError for damage; what comes before it is
+        told with the next success.
+        """
+        changes = self._untold
+        with files.opened(self._journal) as fd:
+            signature = files.signature(fd)
+            before = self._signature
+            is_same = before is not None and signature.inode == before.inode
+            if not is_same or signature.size < self.valid_bytes:
+                if before is not None:
+                    changes = self._untold = Changes(is_reset=True)
+                self.contents, self.valid_bytes, self._signature = Contents(), 0, None
+            data = files.read_at(fd, signature.size - self.valid_bytes, self.valid_bytes)
+        self._take_in(data, changes)
+        self._signature = signature
+        self._untold = Changes()
+        return changes
+
+    def _take_in(self, data: bytes, changes: Changes) -> None:
+        base, offset = self.valid_bytes, 0
+        bad: int | None = None
+        while offset < len(data):
+            end = data.find(b"\n", offset)
+            event = _whole(data[offset:end]) if end >= 0 else None
+            stop = end + 1 if end >= 0 else len(data)
+            if event is None:
+                bad = offset if bad is None else bad
+            elif bad is not None:
+                what = "a damaged line before a valid one."
+                raise CorruptError(self._journal, what, offset=base + bad)
+            else:
+                try:
+                    self._apply(event, changes)
+                except VersionError as error:
+                    raise VersionError(f"{self._journal}: {error}") from None
+                except _BAD as error:
+                    what = f"not an event: {error!r}."
+                    raise CorruptError(self._journal, what, offset=base + offset) from error
+                self.valid_bytes = base + stop
+            offset = stop
+
+    def _apply(self, line: bytes, changes: Changes) -> None:
+        contents = self.contents
+        if line.startswith(_ADD):
+            entry = _read_add(line, self._layouts)
+            contents.add(entry)
+            changes.added[entry.trajectory_id] = (entry, contents.num_added - 1)
+            return
+        event = json.loads(line)
+        contents.apply(event)
+        if event["event"] == "drop":
+            for trajectory_id in map(int, event["trajectory_ids"]):
+                if changes.added.pop(trajectory_id, None) is None:
+                    changes.dropped.append(trajectory_id)
+        elif event["event"] in ("clear", "load"):
+            changes.is_reset = True
+            changes.dropped.clear()
+            first = contents.num_added - len(contents.entries)
+            changes.added = {
+                trajectory_id: (entry, first + i)
+                for i, (trajectory_id, entry) in enumerate(contents.entries.items())
+            }
 
 
 def read(directory: str) -> tuple[Contents, int]:
@@ -130,49 +265,30 @@ def read(directory: str) -> tuple[Contents, int]:
     Reads the journal where there is one, else ``trajectory_index.json``; no data file.
     FileNotFoundError where there is neither.
     """
-    journal = files.join(directory, JOURNAL)
+    if files.exists(files.join(directory, JOURNAL)):
+        reader = JournalReader(directory)
+        reader.refresh()
+        return reader.contents, reader.valid_bytes
     contents = Contents()
-    if not files.exists(journal):
-        _read_snapshot(files.join(directory, INDEX), contents)
-        return contents, 0
-    data = files.read(journal)
-    valid = 0
-    bad: int | None = None
-    offset = 0
-    layouts: dict[bytes, tuple[Part, ...]] = {}
-    while offset < len(data):
-        end = data.find(b"\n", offset)
-        event = _whole(data[offset:end]) if end >= 0 else None
-        stop = end + 1 if end >= 0 else len(data)
-        if event is None:
-            bad = offset if bad is None else bad
-        elif bad is not None:
-            raise CorruptError(journal, "a damaged line before a valid one.", offset=bad)
-        else:
-            try:
-                if event.startswith(_ADD):
-                    contents.add(_read_add(event, layouts))
-                else:
-                    contents.apply(json.loads(event))
-            except VersionError as error:
-                raise VersionError(f"{journal}: {error}") from None
-            except _BAD as error:
-                raise CorruptError(journal, f"not an event: {error!r}.", offset=offset) from error
-            valid = stop
-        offset = stop
-    return contents, valid
+    _read_snapshot(files.join(directory, INDEX), contents)
+    return contents, 0
 
 
 class TrajectoryIndex:
     """The index of a store that this process writes. For one thread at a time."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(
+        self, directory: str, verify: Callable[[str, Entry, Schema], None] | None = None
+    ) -> None:
         """Open the store in ``directory`` (which exists), or begin one there.
 
         What a writer that died left behind is put right: temporaries, a torn tail, files that are
-        no longer listed, files that did not survive a power loss.
+        no longer listed, files that did not survive a power loss. Those have the right size but
+        not their bytes, as often as not: ``verify(path, entry, schema)`` raises CorruptError then.
+        It is asked once, about what was not synced when the machine was started anew.
         """
         self.directory = directory
+        self._boot_id = files.boot_id()
         files.remove_temporaries(directory)
         journal = files.join(directory, JOURNAL)
         if files.exists(journal):
@@ -184,13 +300,17 @@ class TrajectoryIndex:
             )
         else:
             self.contents, valid = Contents(), 0
+        is_new = not files.exists(journal)
         self._fd = files.open_for_append(journal)
         self._changes = 0  # since the last snapshot
         try:
+            if is_new:
+                # Or a snapshot could survive without it: this would look like a checkpoint.
+                files.sync(directory)
             if files.length(self._fd) > valid:
                 _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
                 files.truncate(self._fd, valid)
-            self._drop_unsound()
+            self._drop_unsound(verify)
             self.remove_dead_files()
         except BaseException:
             files.close(self._fd)
@@ -237,14 +357,19 @@ class TrajectoryIndex:
 
     def remove_dead_files(self) -> None:
         """Unlink the files of trajectories that are gone."""
-        dead = self.contents.dead_files
-        if dead:
-            live = {entry.file for entry in self.contents.entries.values()}
+        contents = self.contents
+        if contents.dead_files:
+            live = {entry.file for entry in contents.entries.values()}
             here = set(files.names_in(self.directory))
-            for name in dead:
-                if name in here and name not in live:
-                    files.remove(files.join(self.directory, name))
-            dead.clear()
+            gone = [name for name in contents.dead_files if name in here and name not in live]
+            if gone and contents.is_replaced:
+                self.sync()  # what took the place of synced files, before these are lost for it
+            elif gone and contents.has_synced_dead:
+                files.sync_open(self._fd)  # or the journal could list what is no longer there
+            for name in gone:
+                files.remove(files.join(self.directory, name))
+            contents.dead_files.clear()
+            contents.has_synced_dead = contents.is_replaced = False
 
     def sync(self) -> None:
         """Bring all that was added to the disk itself, then mark it in the journal."""
@@ -252,8 +377,8 @@ class TrajectoryIndex:
             files.sync_whole(files.join(self.directory, self.contents.entries[trajectory_id].file))
         files.sync(self.directory)  # the names of the files, and of the journal
         self._append(_encode({"event": "sync"}))
-        files.sync_open(self._fd)
-        self.contents.unsynced.clear()
+        files.sync_open(self._fd)  # the mark, and all lines before it
+        self.contents.synced()
 
     def is_snapshot_due(self) -> bool:
         """Whether the snapshots are behind: at all for a short list, by a quarter for a long."""
@@ -275,20 +400,19 @@ class TrajectoryIndex:
         files.close(self._fd)
 
     def _append(self, lines: bytes) -> None:
+        if self.contents.boot_id != self._boot_id:
+            lines = _encode({"event": "boot", "id": self._boot_id}) + lines
         files.append(self._fd, lines)
+        self.contents.boot_id = self._boot_id
         self._changes += 1
 
-    def _drop_unsound(self) -> None:
+    def _drop_unsound(self, verify: Callable[[str, Entry, Schema], None] | None) -> None:
         """Drop what was added after the last sync mark and did not come through a power loss."""
-        lost = []
-        for trajectory_id in self.contents.unsynced:
-            entry = self.contents.entries[trajectory_id]
-            try:
-                size = files.size_of(files.join(self.directory, entry.file))
-            except FileNotFoundError:
-                size = -1
-            if size != entry.size_bytes:
-                lost.append(trajectory_id)
+        contents = self.contents
+        # A killed process loses nothing that was written: only a machine that is started anew.
+        if contents.boot_id == self._boot_id != "":
+            verify = None
+        lost = [i for i in contents.unsynced if not self._is_sound(contents.entries[i], verify)]
         if lost:
             _log.warning(
                 "%s: trajectories %s were not synced and are gone or cut short; dropped.",
@@ -296,6 +420,21 @@ class TrajectoryIndex:
                 lost,
             )
             self.drop(lost)
+        if verify is not None and contents.unsynced:
+            self.sync()  # so that this is not asked again
+
+    def _is_sound(
+        self, entry: Entry, verify: Callable[[str, Entry, Schema], None] | None
+    ) -> bool:
+        path = files.join(self.directory, entry.file)
+        try:
+            if files.size_of(path) != entry.size_bytes:
+                return False
+            if verify is not None and self.contents.schema is not None:
+                verify(path, entry, self.contents.schema)
+        except (FileNotFoundError, CorruptError):
+            return False
+        return True
 
 
 def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:
@@ -308,7 +447,16 @@ def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]
         "id_step": contents.id_step,
     }
     files.replace(files.join(directory, METADATA), [json.dumps(counts).encode()])
-    files.replace(files.join(directory, INDEX), _encode_snapshot(contents, counts))
+    files.replace(files.join(directory, INDEX), _sealed(_encode_snapshot(contents, counts)))
+
+
+def _sealed(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """A JSON object that lacks its last brace, ended by the CRC-32 of its bytes."""
+    crc = 0
+    for block in blocks:
+        crc = zlib.crc32(block, crc)
+        yield block
+    yield f'{_CRC}{crc:08x}"}}'.encode()
 
 
 def _encode_snapshot(contents: Contents, metadata: dict[str, Any]) -> Iterator[bytes]:
@@ -320,7 +468,7 @@ def _encode_snapshot(contents: Contents, metadata: dict[str, Any]) -> Iterator[b
     yield b'}, "trajectory_id_list": ' + json.dumps([i for i, _ in entries]).encode()
     schema = None if contents.schema is None else contents.schema.to_json()
     yield f', "version": {VERSION}, "schema": {json.dumps(schema)}'.encode()
-    yield f', "metadata": {json.dumps(metadata)}}}'.encode()
+    yield f', "metadata": {json.dumps(metadata)}'.encode()
 
 
 def _read_snapshot(path: str, contents: Contents) -> None:
@@ -328,6 +476,8 @@ def _read_snapshot(path: str, contents: Contents) -> None:
     try:
         snapshot = json.loads(data)
         _check_version(snapshot["version"])
+        if "crc" in snapshot and _whole(data) is None:
+            raise ValueError("the CRC-32 at its end is that of another; without it all is taken")
         if snapshot["schema"] is not None:
             contents.schema = Schema.from_json(snapshot["schema"])
         for trajectory_id in snapshot["trajectory_id_list"]:
@@ -353,7 +503,16 @@ def _read_load(event: dict[str, Any]) -> Contents:
 
 
 def _count_from(contents: Contents, json: dict[str, Any]) -> None:
-    contents.count_from(int(json["trajectory_counter"]), int(json.get("id_step", 1)))
+    counter = checked_counter(json["trajectory_counter"])
+    contents.count_from(counter, int(json.get("id_step", 1)))
+
+
+def checked_counter(counter: Any) -> int:
+    """A ``trajectory_counter`` from JSON; TypeError or ValueError unless it can be one."""
+    number = int(counter)
+    if not 0 <= number < _MAX_COUNTER:
+        raise ValueError(f"trajectory_counter {counter}")
+    return number
 
 
 def _check_version(version: Any) -> None:
@@ -364,8 +523,7 @@ def _check_version(version: Any) -> None:
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    body = json.dumps(event)[:-1].encode()
-    return body + f'{_CRC}{zlib.crc32(body):08x}"}}\n'.encode()
+    return b"".join(_sealed([json.dumps(event)[:-1].encode()])) + b"\n"
 
 
 def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]]) -> Entry:

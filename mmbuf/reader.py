@@ -1,50 +1,164 @@
-"""ReplayReader: sample a store that someone else wrote or writes.
+"""ReplayReader: sample stores that someone else wrote or is writing.
 
-It takes no lock and writes nothing; what it sees is the store as it was when it was opened.
+It takes no lock and writes nothing. What it sees grows with the stores: each `sample` asks with one
+``stat`` of the journal whether there is something new, and reads the new lines only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from mmbuf import checkpoint, files
-from mmbuf.errors import ClosedError
+import numpy as np
+
+from mmbuf import files
+from mmbuf.errors import ClosedError, CorruptError
+from mmbuf.stores import Stores, checked_shard
 from mmbuf.trajectory import Trajectory
 from mmbuf.window import Batch, Window
 
+_Path = str | os.PathLike[str]
+
+_SHORTEST_SLEEP_S = 0.001
+_LONGEST_SLEEP_S = 0.05
+
+
+class _Options(NamedTuple):
+    """What a reader was made with."""
+
+    paths: list[str]
+    is_list: bool
+    sample_window_size: int
+    cache_size: int | None
+    shard: tuple[int, int] | None
+    follow: bool
+
 
 class ReplayReader:
-    """Random rows of a store, read-only. Opening reads the index and no data file.
+    """Random rows of one store or several, read-only. Opening reads journals and no data file.
 
-    ``path`` is a store, a checkpoint, or a directory of RLinf's (whose files have to be opened for
-    their schema). ``seed`` and ``sample_window_size`` are as in `TrajectoryReplayBuffer`, but the
-    window is by default the whole store. FileNotFoundError where there is none. Thread-safe but
-    for `close`.
+    Parameters
+    ----------
+    path
+        A store, a checkpoint or a directory of RLinf's; or a list of them, or a pattern such as
+        ``run/rank_*``, which are one window in the order of the time of addition. Stores that
+        appear later under a pattern are picked up.
+    seed
+        Of the reader's own generator; None draws one.
+    sample_window_size, cache_size
+        As in `TrajectoryReplayBuffer`; the window is by default the whole.
+    shard
+        ``(rank, world_size)``: only this rank's trajectories. Each belongs to exactly one rank, and
+        stays with it while the stores grow. Each rank draws from a stream of its own.
+    follow
+        False: what is seen stays as it was at opening.
+
+    FileNotFoundError where there is no store, SchemaError where two do not fit together.
+
+    Thread-safe but for `close`. A forked child, and whoever is sent a reader by pickle (a few
+    kilobytes: paths and state), draw from streams of their own.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], seed: int | None = 0, sample_window_size: int = 0
+        self,
+        path: _Path | Sequence[_Path],
+        seed: int | None = 0,
+        sample_window_size: int = 0,
+        cache_size: int | None = None,
+        shard: tuple[int, int] | None = None,
+        follow: bool = True,
     ) -> None:
-        self.path = files.absolute(path)
-        if not files.is_directory(self.path):
-            raise FileNotFoundError(f"{self.path}: expected a store directory, got none.")
-        contents = checkpoint.read(self.path)
-        self._is_closed = False
-        self._window = Window(
-            seed=seed, window_size=sample_window_size, cache_size=None, can_map=True
+        if sample_window_size < 0:
+            raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
+        if cache_size is not None and cache_size < 0:
+            raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
+        shard = checked_shard(shard)
+        seeds = np.random.SeedSequence(seed, spawn_key=() if shard is None else shard)
+        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        self._options = _Options(
+            [files.absolute(p) for p in paths],
+            paths != [path],
+            sample_window_size,
+            cache_size,
+            shard,
+            follow,
         )
-        self._window.open(contents.schema, contents.entries.values(), self.path)
+        self._open(seeds)
+
+    def _open(self, seeds: np.random.SeedSequence) -> None:
+        options = self._options
+        self._is_closed = False
+        self._refresh_lock = threading.Lock()  # guards the stores and changes of the window
+        self._follow = options.follow
+        self._stores = Stores(options.paths, options.is_list, options.shard, follow=options.follow)
+        self._window = Window(
+            seeds=seeds,
+            window_size=options.sample_window_size,
+            cache_size=options.cache_size,
+            can_map=True,
+            on_fork=self._renew_lock,
+        )
+        news = self._stores.open()
+        if self._stores.schema is not None and news.come:
+            self._window.open(self._stores.schema, news.come)
+
+    def refresh(self) -> bool:
+        """Take in what has changed; whether anything has. With ``follow=False`` nothing does.
+
+        CorruptError for a damaged journal, SchemaError for a store that does not fit; what was
+        seen before stays.
+        """
+        if self._is_closed:
+            raise _closed("refresh")
+        if not self._follow:
+            return False
+        with self._refresh_lock:
+            news = self._stores.refresh()
+            if news.gone:
+                self._window.remove(news.gone)
+            if news.come:
+                schema = self._stores.schema
+                assert schema is not None
+                self._window.open(schema, news.come)
+                if news.is_late:  # a store that is new to us may be older than the others
+                    self._window.sort()
+            if news.error is not None:
+                raise news.error
+            return bool(news.gone or news.come)
 
     def sample(self, num_chunks: int, out: Mapping[str, Any] | None = None) -> Batch:
-        """As `TrajectoryReplayBuffer.sample`."""
+        """As `TrajectoryReplayBuffer.sample`; of what has been published up to now."""
         if self._is_closed:
             raise _closed("sample")
-        return self._window.sample(num_chunks, out)
+        if self._follow and self._stores.has_news():
+            self.refresh()
+        while True:
+            try:
+                return self._window.sample(num_chunks, out)
+            except CorruptError as error:
+                # A file that is gone was journalled as gone before.
+                is_missing = isinstance(error.__cause__, FileNotFoundError)
+                if not is_missing or not self.refresh():
+                    raise
 
-    def get_trajectory(self, trajectory_id: int) -> Trajectory:
-        """As `TrajectoryReplayBuffer.get_trajectory`."""
+    def wait_for(self, min_size: int, timeout_s: float | None = None) -> bool:
+        """Sleep until there are ``min_size`` trajectories; False if not within ``timeout_s``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        sleep_s = _SHORTEST_SLEEP_S
+        while True:
+            self.refresh()
+            if len(self) >= min_size:
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(sleep_s if deadline is None else min(sleep_s, deadline - time.monotonic()))
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+    def get_trajectory(self, trajectory_id: Any) -> Trajectory:
+        """As `TrajectoryReplayBuffer.get_trajectory`; by one of `trajectory_ids`."""
         if self._is_closed:
             raise _closed("get_trajectory")
         return self._window.get_trajectory(trajectory_id)
@@ -53,23 +167,42 @@ class ReplayReader:
         return len(self._window.entries)
 
     @property
+    def path(self) -> str:
+        """The path or pattern, absolute; the first of several."""
+        return self._stores.paths[0]
+
+    @property
     def total_samples(self) -> int:
         """Number of rows of all trajectories."""
         return self._window.total_samples
 
     @property
-    def trajectory_ids(self) -> list[int]:
-        """Ids of all trajectories, oldest first."""
-        return list(self._window.entries)
+    def trajectory_ids(self) -> list[Any]:
+        """Ids of all trajectories, oldest first; of several stores pairs (directory, id)."""
+        return self._window.trajectory_ids
 
     @property
-    def window_ids(self) -> list[int]:
+    def window_ids(self) -> list[Any]:
         """Ids of the trajectories that `sample` draws from, oldest first."""
         return self._window.window_ids
 
     def get_stats(self) -> dict[str, int]:
-        """Counts of the trajectory list, the window and the cache."""
-        return self._window.get_stats()
+        """Counts of the list, the window and the cache; stores, and how far behind the reader is.
+
+        ``unread_bytes`` are those of the journals that are not read yet.
+        """
+        stats = self._window.get_stats()
+        stats["num_stores"] = self._stores.num_stores
+        stats["unread_bytes"] = self._stores.unread_bytes
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generator: a reader of the same content that loads it goes on alike."""
+        return self._window.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the stream of a `state_dict`."""
+        self._window.load_state_dict(state)
 
     def close(self) -> None:
         """Give back all memory. Closing again does nothing."""
@@ -83,8 +216,18 @@ class ReplayReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self._options, "seeds": self._window.spawn()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._options = state["options"]
+        self._open(state["seeds"])
+
     def __repr__(self) -> str:
         return f"<ReplayReader {self.path}: {len(self)} trajectories, {self.total_samples} rows>"
+
+    def _renew_lock(self) -> None:
+        self._refresh_lock = threading.Lock()
 
 
 def _closed(what: str) -> ClosedError:

@@ -62,6 +62,13 @@ _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _STORAG
 _NAME_OF_TORCH = {dtype: name for name, dtype in _TORCH.items()}
 _NAME_OF_NUMPY = {_STORAGE[name]: name for name in _PLAIN}
 
+# Real trajectories nest two or three deep; a dict that contains itself nests for ever.
+MAX_NESTING = 32
+
+# Of a row that a file speaks of: NumPy allows two dimensions more, and counts in int64.
+_MAX_DIMENSIONS = 62
+_MAX_VALUES = 1 << 48
+
 # torch copies with several threads and NumPy with one, but torch takes longer to start.
 _TORCH_COPY_BYTES = 1 << 20
 
@@ -237,10 +244,20 @@ class Schema:
 
     @classmethod
     def from_json(cls, columns: list[dict[str, Any]]) -> Schema:
-        return cls(
-            Column(tuple(map(str, c["path"])), str(c["dtype"]), tuple(map(int, c["row_shape"])))
-            for c in columns
-        )
+        """The inverse of `to_json`; LookupError, TypeError or ValueError where it is none."""
+        return cls(map(_column_from_json, columns))
+
+
+def _column_from_json(json: dict[str, Any]) -> Column:
+    path, row_shape = tuple(map(str, json["path"])), tuple(map(int, json["row_shape"]))
+    "".join(path).encode()  # UnicodeEncodeError, a ValueError, for keys that no file can hold
+    if len(path) > MAX_NESTING + 1:
+        raise ValueError(f"a path of {len(path)} keys")
+    if min(row_shape, default=0) < 0 or len(row_shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"a row shape {row_shape}")
+    if math.prod(max(1, size) for size in row_shape) >= _MAX_VALUES:
+        raise ValueError(f"a row shape {row_shape}")
+    return Column(path, str(json["dtype"]), row_shape)
 
 
 class Payload:

@@ -157,21 +157,35 @@ class SlotTable:
 
     def renew(self) -> None:
         """Make the arrays anew, with room for as many slots again; old views keep the old ones."""
-        first, stop = self.first, self.stop
-        live = stop - first
-        capacity = max(64, 2 * live)
-        starts = np.zeros(capacity + 1, np.int64)
-        starts[: live + 1] = self.starts[first : stop + 1] - self.starts[first]
-        filled = np.zeros(capacity, np.bool_)
-        filled[:live] = self.filled[first:stop]
-        offsets = np.zeros((len(self.offsets), capacity), np.int64)
-        # Row numbers begin at 0 again, so what leads from them into the lanes grows.
-        offsets[:, :live] = self.offsets[:, first:stop] + self.starts[first]
-        self.starts, self.filled, self.offsets = starts, filled, offsets
-        self.changed = [max(0, changed - first) for changed in self.changed]
+        first = self.first
+        self._make_anew(np.arange(first, self.stop))
         self.first_number += first
+
+    def keep(self, numbers: Array) -> None:
+        """Make the arrays anew with these slots only, in their order; they get new numbers.
+
+        The new numbers rise from ``first_number``; old views keep the old ones.
+        """
+        next_number = self.first_number + self.stop
+        self._make_anew(numbers - self.first_number)
+        self.first_number = next_number
+
+    def _make_anew(self, indices: Array) -> None:
+        live = len(indices)
+        capacity = max(64, 2 * live)
+        old_starts = self.starts[indices]
+        lengths = self.starts[indices + 1] - old_starts
+        starts = np.zeros(capacity + 1, np.int64)
+        starts[1 : live + 1] = lengths.cumsum()
+        filled = np.zeros(capacity, np.bool_)
+        filled[:live] = self.filled[indices]
+        offsets = np.zeros((len(self.offsets), capacity), np.int64)
+        # What leads from row numbers into the lanes changes as the row numbers do.
+        offsets[:, :live] = self.offsets[:, indices] + (old_starts - starts[:live])
+        self.changed = [_last_change(lane[:live]) for lane in offsets]
+        self.starts, self.filled, self.offsets = starts, filled, offsets
         self.first, self.stop = 0, live
-        self._shortest = int(np.diff(starts[: live + 1]).min()) if live else 0
+        self._shortest = int(lengths.min()) if live else 0
         self._make_guide()
 
     def _set_offsets(self, index: int, lane_starts: Sequence[int]) -> None:
@@ -215,3 +229,9 @@ class SlotTable:
         else:
             self.guide[first:last] = index
             self.border[first:last] = stop
+
+
+def _last_change(offsets: Array) -> int:
+    """The last index whose offset differs from the one before; 0 if there is none."""
+    changes = np.diff(offsets).nonzero()[0]
+    return int(changes[-1]) + 1 if len(changes) else 0

@@ -6,13 +6,14 @@ or writes a trajectory's file asks it by the name that stands in the trajectory'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from mmbuf import files
 from mmbuf.adapters import pkl, pt
-from mmbuf.entry import Entry
+from mmbuf.entry import Entry, Part
+from mmbuf.errors import CorruptError
 from mmbuf.formats import arrow, npy
 from mmbuf.schema import Array, Schema, TextTable
 
@@ -82,6 +83,12 @@ class Format(Protocol):
         None for the CRCs where the format has none.
         """
 
+    def verify(self, path: str, entry: Entry, schema: Schema) -> None:
+        """Read all of a file; CorruptError unless it is ``entry``'s and as it was written.
+
+        In bounded memory and without the GIL where the format `CAN_MAP`.
+        """
+
 
 FORMATS: dict[str, Format] = {format_.NAME: format_ for format_ in (arrow, npy, pt, pkl)}
 
@@ -91,6 +98,67 @@ def checked_format(name: str) -> str:
     if name not in FORMATS:
         raise ValueError(f"trajectory_format: expected one of {list(FORMATS)}, got {name!r}.")
     return name
+
+
+def format_of(name: str) -> Format | None:
+    """The format of a trajectory's file, by its extension."""
+    for format_ in FORMATS.values():
+        if name.endswith(format_.EXTENSION):
+            return format_
+    return None
+
+
+def verify(path: str, entry: Entry, schema: Schema) -> None:
+    """Read all of the file of ``entry``: CorruptError unless it is as it was written.
+
+    Header, size and layout are those of the entry, and each column has the CRC-32 that it was
+    written with. Of a ``pt`` file the records' CRC-32s, of a ``pkl`` file nothing but that it loads
+    and fits. Takes a few MiB of memory, but for text and ``pkl``; thread-safe. FileNotFoundError
+    for no file, VersionError for one of a newer mmbuf.
+    """
+    if entry.format not in FORMATS:
+        raise CorruptError(path, f"expected a format of {list(FORMATS)}, got {entry.format!r}.")
+    FORMATS[entry.format].verify(path, entry, schema)
+
+
+def check_entries(schema: Schema, items: Iterable[tuple[Entry, str]]) -> None:
+    """CorruptError unless all entries can be those of files with the columns of ``schema``.
+
+    ``items`` are entries and their directories. What passes can be given a place, however little
+    of it may be true; the rest is checked when a file is opened (`Format.opened`).
+    """
+    layouts: dict[int, tuple[int, int]] = {}  # equal parts of a journal are one object
+    for entry, directory in items:
+        if entry.format not in FORMATS:
+            raise CorruptError(
+                files.join(directory, entry.file),
+                f"expected a format among {list(FORMATS)}, got {entry.format!r}.",
+            )
+        found = layouts.get(id(entry.parts))
+        if found is None:
+            if len(entry.parts) != len(schema.columns) or not entry.parts:
+                raise CorruptError(
+                    files.join(directory, entry.file),
+                    f"expected {len(schema.columns)} columns in the index, got {len(entry.parts)}.",
+                )
+            found = layouts[id(entry.parts)] = _rows_and_bytes(entry.parts, schema)
+        num_rows, num_bytes = found
+        if not entry.num_samples <= num_rows or num_bytes > entry.size_bytes:
+            raise CorruptError(
+                files.join(directory, entry.file),
+                f"expected {entry.num_samples} rows or more in {entry.size_bytes} bytes, "
+                f"got {num_rows} in {num_bytes}.",
+            )
+
+
+def _rows_and_bytes(parts: Sequence[Part], schema: Schema) -> tuple[int, int]:
+    """The rows of the shortest column, and bytes that no file of such columns lacks."""
+    sizes = [
+        # Of text a file may have less than we do.
+        0 if column.is_text else column.row_bytes * part.rows
+        for column, part in zip(schema.columns, parts, strict=True)
+    ]
+    return min(part.rows for part in parts), max(sizes)
 
 
 def write(

@@ -12,10 +12,7 @@ import numpy as np
 import torch
 
 from mmbuf.errors import SchemaError
-from mmbuf.schema import measure
-
-# Real trajectories nest two or three deep; a dict that contains itself nests for ever.
-MAX_NESTING = 32
+from mmbuf.schema import MAX_NESTING, measure
 
 _EPISODE_LENGTH = "max_episode_length"
 _WEIGHTS_ID = "model_weights_id"

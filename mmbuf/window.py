@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,12 +21,14 @@ import torch
 from mmbuf import files, sampling, storage
 from mmbuf.cache import STATS, Leaf, TrajectoryCache
 from mmbuf.entry import Entry
-from mmbuf.errors import CorruptError, EmptyBufferError, SchemaError
+from mmbuf.errors import EmptyBufferError, SchemaError
 from mmbuf.places import Slot
 from mmbuf.schema import Column, Schema, interleave
 from mmbuf.trajectory import Trajectory
 
 Batch = dict[str, Any]
+Key = Hashable  # what a trajectory of the list is called: its id, where there is only one store
+Item = tuple[Key, Entry, str]  # and the directory of its file
 
 
 class Window:
@@ -37,21 +39,28 @@ class Window:
     """
 
     def __init__(
-        self, *, seed: int | None, window_size: int, cache_size: int | None, can_map: bool
+        self,
+        *,
+        seeds: np.random.SeedSequence,
+        window_size: int,
+        cache_size: int | None,
+        can_map: bool,
+        on_fork: Callable[[], None],
     ) -> None:
         self._window_size = window_size
         self._cache_size = cache_size
         self._can_map = can_map
         self.cache: TrajectoryCache | None = None
-        self.entries: dict[int, Entry] = {}  # the trajectory list, by id
+        self.entries: dict[Key, Entry] = {}  # the trajectory list
         self.total_samples = 0
         self._list_lock = threading.Lock()  # guards the counts: one adds, the writer forgets
-        self._directories: dict[int, str] = {}
-        self._slots: dict[int, Slot] = {}  # of the window, and of those not written yet
-        self._leaving: deque[int] = deque()
-        self._seeds = np.random.SeedSequence(seed)
-        self.generator = np.random.default_rng(self._seeds)
-        self._num_forks = 0
+        self._directories: dict[Key, str] = {}
+        self._slots: dict[Key, Slot] = {}  # of the window, and of those not written yet
+        self._leaving: deque[Key] = deque()
+        self._seeds = seeds
+        self.generator = np.random.default_rng(seeds)
+        self._num_children = 0
+        self._on_fork = on_fork  # called in a forked child, to make other locks anew
         _windows.add(self)
 
     @property
@@ -60,8 +69,13 @@ class Window:
         return None if self.cache is None else self.cache.schema
 
     @property
-    def window_ids(self) -> list[int]:
-        """Ids of the trajectories that `sample` draws from, oldest first."""
+    def trajectory_ids(self) -> list[Any]:
+        """Keys of all trajectories, oldest first."""
+        return list(self.entries)
+
+    @property
+    def window_ids(self) -> list[Any]:
+        """Keys of the trajectories that `sample` draws from, oldest first."""
         ids = list(self.entries)
         return ids[-self._window_size :] if self._window_size else ids
 
@@ -98,33 +112,60 @@ class Window:
         self._directories[entry.trajectory_id] = directory
         self.entries[entry.trajectory_id] = entry
 
-    def forget(self, trajectory_ids: Iterable[int]) -> None:
+    def forget(self, keys: Iterable[Key]) -> None:
         """These, which are not in the window, are no longer in the list."""
         with self._list_lock:
-            for trajectory_id in trajectory_ids:
-                self.total_samples -= self.entries.pop(trajectory_id).num_samples
-                del self._directories[trajectory_id]
+            for key in keys:
+                self.total_samples -= self.entries.pop(key).num_samples
+                del self._directories[key]
 
-    def open(self, schema: Schema | None, entries: Iterable[Entry], directory: str) -> None:
-        """Take in the trajectories of a store, oldest first; no data file is opened."""
-        entries = list(entries)
-        if schema is None or not entries:
-            return
-        for entry in entries:
-            if len(entry.parts) != len(schema.columns):
-                raise CorruptError(
-                    files.join(directory, entry.file),
-                    f"expected {len(schema.columns)} columns in the index, got {len(entry.parts)}.",
-                )
-            self.entries[entry.trajectory_id] = entry
-            self._directories[entry.trajectory_id] = directory
-            self.total_samples += entry.num_samples
+    def open(self, schema: Schema, items: Iterable[Item]) -> None:
+        """Append trajectories that have files, oldest first; no data file is opened."""
+        items = list(items)
+        storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
         cache = self.begin(schema)
-        for slot in cache.open((e, files.join(directory, e.file)) for e in entries):
-            trajectory_id = slot.entry.trajectory_id
-            self._slots[trajectory_id] = slot
+        for key, entry, directory in items:
+            self.entries[key] = entry
+            self._directories[key] = directory
+            self.total_samples += entry.num_samples
+        slots = cache.open(
+            (entry, files.join(directory, entry.file)) for _, entry, directory in items
+        )
+        for (key, _, _), slot in zip(items[len(items) - len(slots) :], slots, strict=True):
+            self._slots[key] = slot
             if self._window_size:
-                self._leaving.append(trajectory_id)
+                self._leaving.append(key)
+        while self._window_size and len(self._leaving) > self._window_size:
+            del self._slots[self._leaving.popleft()]
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """These, which have files, are gone from the list, and from the window if they were in it.
+
+        What is older than the window moves up into it.
+        """
+        gone = set(keys)
+        slots = [self._slots.pop(key) for key in gone if key in self._slots]
+        self.forget(gone)
+        if self._window_size and slots:
+            self._leaving = deque(key for key in self._leaving if key not in gone)
+            if len(self._leaving) < min(len(self.entries), self._window_size):
+                self._open_anew(list(self.entries))
+                return
+        if self.cache is not None and slots:
+            self.cache.remove(slots)
+
+    def sort(self) -> None:
+        """Put the list, of written trajectories only, in the order of the time of addition."""
+        keys = sorted(self.entries, key=lambda key: self.entries[key].added_at)
+        if keys != list(self.entries):
+            self._open_anew(keys)
+
+    def _open_anew(self, keys: Sequence[Key]) -> None:
+        items = [(key, self.entries[key], self._directories[key]) for key in keys]
+        schema = self.schema
+        self.clear()
+        if schema is not None:
+            self.open(schema, items)
 
     def clear(self) -> None:
         """Forget all trajectories."""
@@ -150,16 +191,21 @@ class Window:
         """
         if num_chunks <= 0:
             raise ValueError(f"num_chunks: expected at least 1, got {num_chunks}.")
-        cache = self.cache
-        if cache is None:
-            raise EmptyBufferError("sample: expected rows to draw from, got none.")
         draw = partial(sampling.uniform, self.generator, num_chunks)
-        if out is not None:
-            cache.gather(draw, _targets(cache.schema, out, num_chunks))
-            return out  # type: ignore[return-value]
-        return _batch(cache.schema, cache.gather(draw))
+        while True:
+            cache = self.cache
+            if cache is None:
+                raise EmptyBufferError("sample: expected rows to draw from, got none.")
+            try:
+                if out is not None:
+                    cache.gather(draw, _targets(cache.schema, out, num_chunks))
+                    return out  # type: ignore[return-value]
+                return _batch(cache.schema, cache.gather(draw))
+            except EmptyBufferError:
+                if cache is self.cache:  # else another schema's has taken its place
+                    raise
 
-    def get_trajectory(self, trajectory_id: int) -> Trajectory:
+    def get_trajectory(self, trajectory_id: Key) -> Trajectory:
         """One trajectory ``[T, B, ...]``, left-out steps included.
 
         The tensors are the caller's: copies, or private pages of the file that cost memory only
@@ -180,8 +226,15 @@ class Window:
                 raise KeyError(
                     f"trajectory {trajectory_id}: no longer in memory, and it has no file."
                 )
-            path = self._path_of(entry)
-            leaves = storage.FORMATS[entry.format].load(path, entry, schema, can_map=self._can_map)
+            try:
+                path = self._path_of(trajectory_id)
+                leaves = storage.FORMATS[entry.format].load(
+                    path, entry, schema, can_map=self._can_map
+                )
+            except (FileNotFoundError, KeyError):
+                if trajectory_id in self.entries:
+                    raise
+                raise KeyError(f"trajectory {trajectory_id}: it is gone meanwhile.") from None
         return Trajectory.from_columns(
             schema.nest(
                 [
@@ -206,7 +259,7 @@ class Window:
         cache = self.cache
         with cache.held() as lend:
             entries = [self.entries[trajectory_id] for trajectory_id in self.window_ids]
-            sources = {entry.uuid: (entry, self._path_of(entry)) for entry in entries}
+            sources = {entry.uuid: (entry, self._path_of(entry.trajectory_id)) for entry in entries}
             slots = {entry.uuid: self._slots.get(entry.trajectory_id) for entry in entries}
 
             def put(entry: Entry, path: str, format_name: str) -> Entry:
@@ -223,11 +276,10 @@ class Window:
 
             yield entries, put
 
-    def _path_of(self, entry: Entry) -> str:
+    def _path_of(self, key: Key) -> str:
         """The trajectory's file; empty where there is none."""
-        if not entry.file:
-            return ""
-        return files.join(self._directories[entry.trajectory_id], entry.file)
+        file = self.entries[key].file
+        return files.join(self._directories[key], file) if file else ""
 
     def get_stats(self) -> dict[str, int]:
         """Counts of the list, the window and the cache."""
@@ -236,18 +288,49 @@ class Window:
             return stats | dict.fromkeys(STATS, 0)
         return stats | self.cache.get_stats()
 
+    def spawn(self) -> np.random.SeedSequence:
+        """Seeds of a child's stream: another one for each call."""
+        self._num_children += 1
+        return self._child_seeds()
+
+    def _child_seeds(self) -> np.random.SeedSequence:
+        key = (*self._seeds.spawn_key, self._num_children)
+        return np.random.SeedSequence(self._seeds.entropy, spawn_key=key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generator, and of the streams of children."""
+        return {
+            "rng_state": self.generator.bit_generator.state,
+            "entropy": self._seeds.entropy,
+            "spawn_key": list(self._seeds.spawn_key),
+            "num_children": self._num_children,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; ValueError, and nothing changed, where it is none."""
+        try:
+            key = tuple(map(int, state["spawn_key"]))
+            seeds = np.random.SeedSequence(state["entropy"], spawn_key=key)
+            generator = np.random.default_rng(seeds)
+            generator.bit_generator.state = state["rng_state"]
+            num_children = int(state["num_children"])
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"state: expected a state_dict of a reader: {error!r}.") from error
+        self._seeds, self.generator, self._num_children = seeds, generator, num_children
+
     def count_fork(self) -> None:
         """Before a fork: so that each child draws from a stream of its own."""
-        self._num_forks += 1
+        self._num_children += 1
 
     def renew_after_fork(self) -> None:
         """In the child: locks and streams anew."""
-        key = (*self._seeds.spawn_key, self._num_forks)
-        seeds = np.random.SeedSequence(self._seeds.entropy, spawn_key=key)
-        self._seeds, self.generator = seeds, np.random.default_rng(seeds)
+        self._seeds = self._child_seeds()
+        self.generator = np.random.default_rng(self._seeds)
+        self._num_children = 0
         self._list_lock = threading.Lock()
         if self.cache is not None:
             self.cache.renew_locks()
+        self._on_fork()
 
 
 def _nothing_to_put(entry: Entry, path: str, format_name: str) -> Entry:

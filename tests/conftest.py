@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
-from mmbuf import vm
+from mmbuf import files, index, vm
 
 IS_LINUX = sys.platform.startswith("linux")
 
@@ -58,11 +59,13 @@ def _map_small_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_leaks(tmp_path: object) -> Iterator[None]:
-    files, threads, maps = _open_files(), _threads(), vm.MAPS.used
+    descriptors, threads, maps = _open_files(), _threads(), vm.MAPS.used
     yield
     gc.collect()
-    _settles(lambda: _open_files() <= files and _threads() <= threads and vm.MAPS.used <= maps)
-    assert _open_files() - files == set(), "file descriptors left open"
+    _settles(
+        lambda: _open_files() <= descriptors and _threads() <= threads and vm.MAPS.used <= maps
+    )
+    assert _open_files() - descriptors == set(), "file descriptors left open"
     assert _threads() - threads == set(), "threads left running"
     assert vm.MAPS.used == maps, "mappings left in the budget"
     assert _mapped_files(str(tmp_path)) == [], "files left mapped"
@@ -73,6 +76,27 @@ def _no_leaks(tmp_path: object) -> Iterator[None]:
         if name.endswith(".tmp")
     ]
     assert temporaries == [], "temporary files left"
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which nobody cuts the power."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the data files that were opened for reading, in order."""
+    names: list[str] = []
+    really = files.opened
+
+    def note(path: str) -> AbstractContextManager[int]:
+        if not path.endswith(index.JOURNAL):
+            names.append(os.path.basename(path))
+        return really(path)
+
+    monkeypatch.setattr(files, "opened", note)
+    return names
 
 
 def pytest_collection_finish() -> None:

@@ -48,6 +48,14 @@ def bits(leaf: Any) -> bytes:
     return np.ascontiguousarray(leaf).tobytes()
 
 
+def bytes_of_text(strings: list[str] | None) -> bytes:
+    """What the CRC-32 of a text column goes on over: the ends of the strings, and the strings."""
+    if strings is None:
+        return b""
+    encoded = [string.encode() for string in strings]
+    return np.cumsum([0, *map(len, encoded)], dtype="<i4").tobytes() + b"".join(encoded)
+
+
 def trajectory(
     i: int, num_steps: int = 4, num_envs: int = 3, *, image: tuple[int, ...] = ()
 ) -> dict[str, Any]:
@@ -135,6 +143,11 @@ class LookAlike:
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     curr_obs: dict[str, Any] = field(default_factory=dict)
     next_obs: dict[str, Any] = field(default_factory=dict)
+
+
+def opened(path: Path, **options: Any) -> mmbuf.TrajectoryReplayBuffer:
+    """An auto-saving buffer in ``path``."""
+    return mmbuf.TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)
 
 
 def contents_of(directory: Path) -> dict[str, bytes]:

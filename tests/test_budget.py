@@ -90,7 +90,7 @@ def test_an_estimate_gives_way_to_what_was_written() -> None:
     assert budget.excess() == []  # what has no file cannot go
     for i in range(3):
         budget.written(i, _OVERHEAD_BYTES)
-    assert budget.excess() == [0]
+    assert budget.excess() == []  # what has no file takes no room
     budget.written(3, 2 * _OVERHEAD_BYTES)
     assert budget.excess() == [0, 1]
     budget.written(0, 0)
@@ -98,6 +98,15 @@ def test_an_estimate_gives_way_to_what_was_written() -> None:
     assert budget.excess() == []
     budget.written(99, 1 << 60)  # cleared meanwhile
     assert budget.excess() == []
+
+
+def test_a_window_of_files_never_goes_for_what_has_no_file() -> None:
+    budget = DiskBudget(2 * _OVERHEAD_BYTES, 2)
+    for i in range(6):
+        budget.add(i, 0)
+    for i in range(3):
+        budget.written(i, _OVERHEAD_BYTES)
+    assert budget.excess() == [0]
 
 
 # -- a store -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from data import (
     is_equal,
     is_whole,
     names_of,
+    opened,
     random_bits,
     row_ids,
     run_python,
@@ -53,21 +54,11 @@ from mmbuf import (
 )
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = pytest.mark.usefixtures("without_fsync")
 FLAGS = [(False, False), (False, True), (True, False), (True, True)]
 IMAGE = (64, 64)  # of 12 rows: 48 KiB, so that it is mapped
 T, B = 4, 3
 N = T * B
-
-
-@pytest.fixture(autouse=True)
-def _is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test here cuts the power."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
-    """An auto-saving buffer in ``path``."""
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)
 
 
 def made(path: Path, is_saved: bool, is_cached: bool, **options: Any) -> TrajectoryReplayBuffer:

@@ -500,3 +500,19 @@ def test_a_lock_dies_with_its_process(lock_path: str) -> None:
     lock = files.WriterLock(lock_path)
     assert json.loads(Path(lock_path).read_text())["pid"] == os.getpid()
     lock.release()
+
+
+def test_the_temporary_of_a_neighbour_stays(tmp_path: Path) -> None:
+    mine, neighbours = files.temporary(str(tmp_path / "a")), files.temporary(str(tmp_path / "a.b"))
+    for path in (mine, neighbours):
+        Path(path).mkdir()
+    files.remove_temporaries_of(str(tmp_path / "a"))
+    assert (Path(mine).exists(), Path(neighbours).exists()) == (False, True)
+    Path(neighbours).rmdir()
+
+
+def test_two_empty_directories_are_not_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert not files.is_same(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert files.is_same(str(tmp_path / "a"), str(tmp_path / "a"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from data import (
     is_equal,
     is_whole,
     names_of,
+    opened,
     row_ids,
     trajectory,
     without_privileges,
@@ -34,15 +34,10 @@ from mmbuf import (
 )
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = pytest.mark.usefixtures("without_fsync")
 IMAGE = (64, 64)  # of 12 rows: 48 KiB, so that it is mapped
 T, B = 4, 3
 N = T * B
-
-
-@pytest.fixture(autouse=True)
-def _is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test here cuts the power."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture
@@ -51,24 +46,6 @@ def store(tmp_path: Path) -> Path:
     with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([trajectory(i, image=IMAGE) for i in range(3)])
     return tmp_path / "store"
-
-
-@pytest.fixture
-def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the data files that were opened, in order."""
-    names: list[str] = []
-    really = files.opened
-
-    def note(path: str) -> Any:
-        names.append(Path(path).name)
-        return really(path)
-
-    monkeypatch.setattr(files, "opened", note)
-    return names
-
-
-def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)
 
 
 def all_ids(*numbers: int) -> set[tuple[int, int, int]]:
@@ -95,7 +72,7 @@ def test_opening_reads_no_data_file(
         assert len(reader) == 3
         assert reader.total_samples == 3 * N
         assert reader.get_stats()["cache_filled"] == 0
-    assert (read, opened_files) == (["journal.jsonl"], [])
+    assert (read, opened_files) == ([], [])
 
 
 def test_no_system_call_opens_a_data_file_at_opening(store: Path) -> None:
@@ -327,7 +304,7 @@ def test_a_store_is_read_while_its_writer_holds_it(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
         buffer.add_trajectories([trajectory(i) for i in range(3)])
         buffer.flush()
-        with ReplayReader(tmp_path) as reader:
+        with ReplayReader(tmp_path, follow=False) as reader:
             for i in range(3, 6):
                 buffer.add_trajectories([trajectory(i)])
                 batch = reader.sample(300)

@@ -71,6 +71,11 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, None]:
     return nested.describe(path, name, NAME, _content(path, data, None), identity)
 
 
+def verify(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless the file can be read and be ``entry``'s. A pickle has no checksum."""
+    load(path, entry, schema, can_map=False)
+
+
 def _content(path: str, data: bytes, entry: Entry | None) -> nested.Content:
     nested.check_size(path, len(data), entry)
     with nested.reading(path):

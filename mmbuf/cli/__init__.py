@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 else:
     _missing = None
 
-    from mmbuf.cli import demo
+    from mmbuf.cli import demo, transfer
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -25,6 +25,9 @@ else:
     )
 
     app.command()(demo.demo)
+    app.command()(transfer.merge)
+    app.command()(transfer.split)
+    app.command()(transfer.convert)
 
     def _show_version(is_asked: bool) -> None:
         if is_asked:
@@ -40,11 +43,14 @@ else:
         """Memory-mapped columnar storage for reinforcement-learning trajectories."""
 
 
-def main() -> None:
-    """Run the command line. What a user can mend is one message on stderr and exit code 1."""
+def main(*command: str) -> None:
+    """Run the command line. What a user can mend is one message on stderr and exit code 1.
+
+    The scripts in ``tools/`` give the name of the one ``command`` that they are.
+    """
     if _missing is not None:
         sys.exit(f'mmbuf: the command needs {_missing}. Install it: pip install "mmbuf[cli]"')
     try:
-        app()
+        app([*command, *sys.argv[1:]], prog_name="mmbuf")
     except (MmbufError, OSError) as error:
         sys.exit(f"mmbuf: {error}")

@@ -47,6 +47,7 @@ _KEY = b"mmbuf"
 _MAGIC = b"ARROW1"
 _ALIGNMENT = 64
 _WIDE = _WIDE_ALIGNMENT = 16 << 10
+_SCHEMA_AT = 8  # behind the magic and its padding
 _HEAD_BYTES = 4 << 10  # of a file: enough to hold the beginning of its header
 _WRITE_WHOLE = 256 << 10  # one call for a small file: copying it costs less than many calls
 _MAX_HOLE = 64 << 10  # larger holes between columns stay sparse
@@ -174,7 +175,7 @@ class Source:
         ends = np.frombuffer(offsets[: len(offsets) // 4 * 4], "<i4")
         path = self._path
         if (
-            len(ends) != table.num_strings + 1
+            not 0 < len(ends) == table.num_strings + 1
             or ends[0] < 0
             or (np.diff(ends) < 0).any()
             or ends[-1] > len(data)
@@ -233,6 +234,7 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             if not 0 < head_bytes <= footer_at:
                 raise ValueError(f"a head of {head_bytes} bytes")
             head = _Flatbuffer(bytearray(files.read_at(fd, head_bytes, 0)))
+            _check_lengths(head, footer, header.schema, header.entry.num_samples)
             parts = _parts(head, footer, header.schema, header.rows)
             for column, part in zip(header.schema.columns, parts, strict=True):
                 if not _is_within(part, column, header.entry.num_samples, size):
@@ -241,6 +243,35 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             raise CorruptError(path, f"the header or footer does not hold: {error!r}.") from error
     entry = dataclasses.replace(header.entry, size_bytes=size, parts=tuple(parts))
     return entry, header.schema, header.crcs
+
+
+def verify(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless all of the file is as it was written; as `storage.Format.verify`."""
+    found, found_schema, crcs = describe(path, entry.file)
+    native.check_same(path, entry, schema, found, found_schema)
+    _check_messages(path, schema)
+    with files.opened(path) as fd:
+        source = Source(fd, path, entry, schema)
+        source.check()
+        native.check_crcs(path, entry, schema, crcs, source._read, source)
+
+
+def _check_messages(path: str, schema: Schema) -> None:
+    """CorruptError unless pyarrow finds our columns and one header at both places of the schema."""
+    texts = {i: [""] for i, column in enumerate(schema.columns) if column.is_text}
+    expected = pa.ipc.open_file(bytes(_one_row_file(schema, "", texts))).schema
+    with files.opened_file(path) as file:
+        try:
+            in_footer = pa.ipc.open_file(file).schema
+            file.seek(_SCHEMA_AT)
+            in_head = pa.ipc.open_stream(file).schema
+        except (pa.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk's, not pyarrow's
+            raise CorruptError(path, f"pyarrow cannot read its schema: {error}") from error
+    for found in (in_footer, in_head):
+        if not found.equals(expected) or found.metadata != in_footer.metadata:
+            raise CorruptError(path, "the schema for other readers is not that of the header.")
 
 
 def _read_header(path: str, footer: _Flatbuffer) -> dict[str, Any]:
@@ -347,6 +378,27 @@ def _parts(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, rows: list[in
     return parts
 
 
+def _check_lengths(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, num_rows: int) -> None:
+    """ValueError unless the record batch has ``num_rows`` rows for other readers too."""
+    _, batch = head.record_batch(footer.batch_block()[0])
+    lengths = []
+    for column in schema.columns:
+        if column.row_bytes:
+            lengths.append(num_rows)
+            if not (_is_primitive(column) or column.is_text):
+                lengths.append(num_rows * column.row_bytes // _value_bytes(column))
+    nodes = [(head.int64(at), head.int64(at + 8)) for at in head.vector(batch, 1, 16)]
+    if head.int64(head.field(batch, 0)) != num_rows or nodes != [(n, 0) for n in lengths]:
+        raise ValueError(f"a record batch of other rows than {num_rows}, or with nulls")
+    if head.find(batch, 3) is not None:
+        raise ValueError("a compressed record batch")
+
+
+def _value_bytes(column: Column) -> int:
+    size = column.storage.itemsize
+    return size // 2 if column.storage.name.startswith("complex") else size
+
+
 def _tables(head: _Flatbuffer, footer: _Flatbuffer) -> Iterator[Table]:
     """The text tables, in the order of the dictionary batches: that of the text columns."""
     for at in footer.vector(footer.root(), 2, 24):
@@ -383,7 +435,7 @@ def _alignment(size: int) -> int:
 
 def _is_within(part: Part, column: Column, num_rows: int, size: int) -> bool:
     """Whether a column's part has ``num_rows`` rows and all of it lies in ``size`` bytes."""
-    if part.rows < num_rows:
+    if part.rows < num_rows or column.is_text != (part.table is not None):
         return False
     spans = [(part.offset, part.rows * column.row_bytes)]
     if part.table is not None:

@@ -7,7 +7,8 @@ The header is JSON and says what the trajectory is::
      "columns": [
         {"path": [...], "dtype": ..., "row_shape": [...], "rows": N + E * B, "crc32": "0a1b2c3d"}]}
 
-The CRC-32 is that of a column's rows, left-out ones included; of text it goes on over the strings.
+The CRC-32 is that of a column's rows, left-out ones included; of text it goes on over the ends of
+the strings (their bytes up to each, int32, 0 first) and the strings.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,6 +31,10 @@ VERSION = 1
 BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
 _READ_WHOLE = 32 << 10
+_CRC_BYTES = 4 << 20  # read at once to be summed
+
+# Reads bytes of a column, from a byte of its rows on: position, byte, memory.
+Read = Callable[[int, int, memoryview], None]
 
 
 class Header(NamedTuple):
@@ -45,8 +50,14 @@ def crcs_of(rows: Sequence[Array], texts: dict[int, list[str]]) -> list[int]:
     """The CRC-32 of each column."""
     crcs = [zlib.crc32(bytes_of(column_rows)) for column_rows in rows]
     for i, strings in texts.items():
-        crcs[i] = zlib.crc32("".join(strings).encode(), crcs[i])
+        crcs[i] = _crc_of_text(strings, crcs[i])
     return crcs
+
+
+def _crc_of_text(strings: list[str], crc: int) -> int:
+    encoded = [string.encode() for string in strings]
+    ends = np.cumsum([0, *map(len, encoded)], dtype="<i4")
+    return zlib.crc32(b"".join(encoded), zlib.crc32(bytes_of(ends), crc))
 
 
 def bytes_of(rows: Array) -> memoryview:
@@ -99,8 +110,6 @@ def take_apart(header: dict[str, Any], format_name: str, file: str) -> Header:
     )
     if min(rows, default=0) < entry.num_samples:
         raise ValueError(f"columns of {rows} rows where there are {entry.num_samples}")
-    if any(size < 0 for column in schema.columns for size in column.row_shape):
-        raise ValueError("a row shape below 0")
     return Header(entry, schema, rows, [int(column["crc32"], 16) for column in header["columns"]])
 
 
@@ -118,7 +127,7 @@ def read_rows(
     rows: Array,
     leaves: Sequence[Any],
     targets: Array,
-    read: Callable[[int, int, memoryview], None],
+    read: Read,
 ) -> None:
     """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
 
@@ -147,3 +156,53 @@ def checked_codes(codes: Array, strings: list[str], path: str, offset: int) -> A
     if not 0 <= int(codes.min()) <= int(codes.max()) < len(strings):
         raise CorruptError(path, "text codes beyond the text.", offset=offset)
     return codes
+
+
+class TextSource(Protocol):
+    """What `check_crcs` reads text from."""
+
+    def read_text(self, position: int) -> tuple[Array, list[str]]:
+        """As `storage.Source`."""
+
+
+def check_same(path: str, entry: Entry, schema: Schema, found: Entry, found_schema: Schema) -> None:
+    """CorruptError unless what a file says of itself is what its entry says, but for its number."""
+    if found_schema != schema:
+        raise CorruptError(path, f"expected {schema}, got {found_schema}.")
+    for name in ("uuid", "shape", "max_episode_length", "model_weights_id", "added_at"):
+        expected, got = getattr(entry, name), getattr(found, name)
+        if expected != got:
+            raise CorruptError(path, f"{name}: expected {expected!r}, got {got!r}.")
+    if found.size_bytes != entry.size_bytes:
+        raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {found.size_bytes}.")
+    if found.parts != entry.parts:
+        raise CorruptError(path, f"expected its columns at {entry.parts}, got {found.parts}.")
+
+
+def check_crcs(
+    path: str, entry: Entry, schema: Schema, crcs: list[int], read: Read, source: TextSource
+) -> None:
+    """CorruptError, which names the columns, unless the CRC-32 of each is that of its rows.
+
+    Reads all of the file, a few MiB at a time; only text is in memory whole.
+    """
+    buffer = bytearray(min(_CRC_BYTES, max(1, entry.size_bytes)))
+    damaged = []
+    for position, (column, part) in enumerate(zip(schema.columns, entry.parts, strict=True)):
+        if column.is_text:
+            try:
+                codes, strings = source.read_text(position)
+                crc = _crc_of_text(strings, zlib.crc32(bytes_of(codes)))
+            except CorruptError:
+                crc = -1
+        else:
+            crc, size = 0, part.rows * column.row_bytes
+            for at in range(0, size, len(buffer)):
+                view = memoryview(buffer)[: size - at]
+                read(position, at, view)
+                crc = zlib.crc32(view, crc)
+        if crc != crcs[position]:
+            damaged.append(column.name)
+    if damaged:
+        names = ", ".join(map(repr, damaged))
+        raise CorruptError(path, f"column {names}: expected bytes of its CRC-32, got others.")

@@ -106,6 +106,7 @@ class Source:
     def check(self) -> None:
         """CorruptError unless all files are there, are the entry's, and no others are there."""
         entry, path = self._entry, self._path
+        files.check_is_no_link(path)
         header = self._read_header()
         if header.get("uuid") != entry.uuid:
             raise CorruptError(
@@ -218,6 +219,7 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
 
     Reads the header and those of the ``.npy`` files only.
     """
+    files.check_is_no_link(path)
     header = _read_header(path)
     try:
         entry, schema, rows, crcs = native.take_apart(header, NAME, name)
@@ -230,6 +232,16 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             parts.append(_find_part(fd, files.join(path, file_name), column, n))
     size = files.size_of(path)
     return dataclasses.replace(entry, size_bytes=size, parts=tuple(parts)), schema, crcs
+
+
+def verify(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless all files are as they were written; as `storage.Format.verify`."""
+    found, found_schema, crcs = describe(path, entry.file)
+    native.check_same(path, entry, schema, found, found_schema)
+    with ExitStack() as stack:
+        source = Source(path, entry, schema, stack)
+        source.check()
+        native.check_crcs(path, entry, schema, crcs, source._read, source)
 
 
 @functools.lru_cache(maxsize=64)

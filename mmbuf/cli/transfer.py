@@ -1,0 +1,127 @@
+"""`mmbuf merge`, `mmbuf split`, `mmbuf convert`: `mmbuf.transfer` with a progress bar."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mmbuf import storage, transfer
+from mmbuf.errors import MmbufError
+
+SOURCE = "A store, a checkpoint or a directory of RLinf's."
+TARGET = "A new path or an empty directory."
+FORMATS = ", ".join(storage.FORMATS)
+
+Target = Annotated[Path, typer.Argument(help=TARGET)]
+Source = Annotated[Path, typer.Argument(help=SOURCE)]
+OptionalFormat = Annotated[
+    str | None, typer.Option("--format", help=f"{FORMATS}; by default each file keeps its own.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")]
+
+
+def merge(
+    sources: Annotated[list[Path], typer.Argument(help=SOURCE)],
+    target: Target,
+    order: Annotated[
+        str,
+        typer.Option(help="interleaved: by their ids; appended: one source after the other."),
+    ] = "interleaved",
+    trajectory_format: OptionalFormat = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the trajectories of several stores together in a new one, numbered anew."""
+    with _shown("merging") as on_progress:
+        result = transfer.merge(
+            sources,
+            target,
+            order=order,
+            trajectory_format=trajectory_format,
+            on_progress=on_progress,
+        )
+    _tell(result, target, as_json)
+
+
+def split(
+    source: Source,
+    target: Target,
+    first: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Only the N oldest trajectories.")
+    ] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="M", help="All, in M parts: target/rank_0, rank_1, ..."),
+    ] = None,
+    trajectory_format: OptionalFormat = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring the oldest trajectories of a store to a new one, or all of them in parts."""
+    if (first is None) == (shards is None):
+        raise typer.BadParameter("expected either --first or --shards.")
+    with _shown("splitting") as on_progress:
+        result = transfer.split(
+            source,
+            target,
+            first=first,
+            num_shards=shards,
+            trajectory_format=trajectory_format,
+            on_progress=on_progress,
+        )
+    _tell(result, target, as_json)
+
+
+def convert(
+    source: Source,
+    target: Target,
+    trajectory_format: Annotated[str, typer.Option("--format", help=FORMATS)],
+    as_json: AsJson = False,
+) -> None:
+    """Bring a store to a new one in another format."""
+    with _shown("converting") as on_progress:
+        result = transfer.convert(source, target, trajectory_format, on_progress=on_progress)
+    _tell(result, target, as_json)
+
+
+@contextmanager
+def _shown(what: str) -> Iterator[transfer.OnProgress]:
+    """A bar on stderr, if that is a terminal. An argument that is refused is an MmbufError."""
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("trajectories"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        task = progress.add_task(what, total=None)
+        try:
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+        except MmbufError:
+            raise
+        except ValueError as error:
+            raise MmbufError(str(error)) from error
+
+
+def _tell(result: transfer.Transferred, target: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result)))
+        return
+    print(
+        f"{target}: {result.num_trajectories:,} trajectories, {result.num_rows:,} rows, "
+        f"{decimal(result.size_bytes)}"
+    )
+    if result.num_duplicates:
+        print(f"left out, since another source has them too: {result.num_duplicates:,}")
