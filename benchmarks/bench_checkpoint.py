@@ -109,11 +109,13 @@ def sync(path: Path) -> None:
     os.close(file)
 
 
-def link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path, *, is_each_synced: bool = False) -> None:
     """The least that a save can do: a new name for each file, and the names on the disk."""
     target.mkdir()
     for path in source.glob("trajectory_*"):
         os.link(path, target / path.name)
+        if is_each_synced:
+            sync(target / path.name)
     sync(target)
 
 
@@ -230,9 +232,12 @@ def save_window(name: str, directory: Path, *, is_tiny: bool) -> Case:
     """Saving a window whose files can be linked, and what `torch.save` takes for the same rows."""
     store = Store(directory / "store", is_tiny=is_tiny)
     buffer = store.buffer
-    links, new = "hard links alone, synced", "save to a new path"
+    links, synced_links = "hard links, names synced", "hard links, each file synced too"
+    new = "save to a new path"
     again, unwritten = "save again, one more added", "save again, one more not written yet"
-    times: dict[str, list[float]] = {key: [] for key in (links, new, again, unwritten)}
+    times: dict[str, list[float]] = {
+        key: [] for key in (links, synced_links, new, again, unwritten)
+    }
     written: dict[str, list[int]] = {key: [] for key in times}
     num_anew = 0
     with timing.frozen_gc():
@@ -247,15 +252,18 @@ def save_window(name: str, directory: Path, *, is_tiny: bool) -> Case:
                     store.add()
                 if key != again:
                     buffer.flush(sync=True)
-            times[links].append(seconds(link, checkpoint, directory / f"links{i}"))
+            for key in (links, synced_links):
+                target = directory / f"{key}{i}"
+                is_each_synced = key != links
+                times[key].append(seconds(link, checkpoint, target, is_each_synced=is_each_synced))
     snapshots = sum(path.stat().st_size for path in checkpoint.glob("*.json"))
     with contextlib.closing(peers.MmbufResumed(checkpoint)) as resumed:
         store.check(resumed.sample())
     buffer.close()
     rows = timing.rows_of(times)
-    for row in rows[1:]:
+    for row in rows[2:]:
         row.note = f"writes {statistics.median(written[row.name]) / 1e6:.2f} MB"
-    rows[1].note += f"; the first of them took {times[new][0] * 1e3:.0f} ms"
+    rows[2].note += f"; the first of them took {times[new][0] * 1e3:.0f} ms"
     slowest = max(times[new])
 
     target = directory / "torch"
@@ -307,7 +315,7 @@ def load_window(name: str, directory: Path, *, is_tiny: bool) -> Case:
         times: dict[str, list[float]] = {load: [], first: [], later: []}
         shares = []
         with timing.frozen_gc():
-            for _ in range(2 if is_tiny else 5):
+            for _ in range(2 if is_tiny else 3):
                 if state == "cold":
                     drop_from_page_cache(checkpoint)
                 shares.append(share_in_page_cache(checkpoint))
@@ -381,7 +389,7 @@ def save_formats(name: str, directory: Path, *, is_tiny: bool) -> Case:
     for key in FORMATS:
         save = functools.partial(buffer.save_checkpoint, target, trajectory_format=key)
         contenders[f"save {key}"] = Contender(save, remove)
-    rows = timing.rows_of(timing.interleave(contenders, 12, is_tiny=is_tiny))
+    rows = timing.rows_of(timing.interleave(contenders, 25, is_tiny=is_tiny))
     rows[0].note = f"{num_trajectories * len(content) / 1e6:.1f} MB"
     for row, path in zip(rows[1:], saved.values(), strict=True):
         row.note = f"{bytes_on_disk(path) / 1e6:.1f} MB on the disk"

@@ -180,8 +180,8 @@ class Mmbuf(Floor):
 class MmbufReader(Mmbuf):
     """A reader of the store that someone else writes."""
 
-    def __init__(self, directory: Path) -> None:
-        self._buffer = ReplayReader(str(directory), seed=2, sample_window_size=0)
+    def __init__(self, directory: Path, seed: int = 2, *, follow: bool = True) -> None:
+        self._buffer = ReplayReader(str(directory), seed=seed, follow=follow)
 
 
 class MmbufResumed(Mmbuf):

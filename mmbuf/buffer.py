@@ -27,7 +27,6 @@ from mmbuf.trajectory import Trajectory, fields_of
 from mmbuf.window import Batch, Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 
-_LOCK = ".writer.lock"
 _log = logging.getLogger("mmbuf")
 
 
@@ -115,12 +114,13 @@ class TrajectoryReplayBuffer:
                 f"auto_save_path: expected a directory, got a file: {directory}"
             )
         files.make_directory(directory)
-        self._lock = files.WriterLock(files.join(directory, _LOCK))
+        self._lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
         try:
             index = TrajectoryIndex(directory, storage.verify)
             contents = index.contents
             try:
                 self._take_in(contents, directory)
+                self._count_disk_bytes(directory, contents)
             except BaseException:
                 index.close()
                 raise
@@ -129,7 +129,6 @@ class TrajectoryReplayBuffer:
             self._lock.release()
             raise
         self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
-        self._count_disk_bytes(directory, contents)
         self._writer = TrajectoryWriter(
             index,
             self._metadata,
@@ -342,12 +341,30 @@ class TrajectoryReplayBuffer:
                     contents.add(entry)
                 contents.count_from(self._next_id, self._id_step)
                 metadata = self._metadata()
+                unsynced = None if self._writer is None else self._writer.unsynced()
             try:
-                checkpoint.save(path, contents, metadata, put, trajectory_format)
+                synced: set[str] = set()
+                if self._writer is not None and unsynced is not None:
+                    synced = self._synced(self._writer, entries, unsynced)
+                checkpoint.save(path, contents, metadata, put, trajectory_format, synced)
             except (FileExistsError, NotADirectoryError):
                 raise
             except OSError as error:
                 raise WriteError(f"{path}: the checkpoint could not be saved: {error}") from error
+
+    def _synced(
+        self, writer: TrajectoryWriter, entries: list[Entry], unsynced: set[str]
+    ) -> set[str]:
+        """The uuids of ``entries``, when all of their files are on the disk itself.
+
+        Not by ``flush(sync=True)``, which would keep others from adding as long as the disk takes.
+        """
+        for entry in entries:
+            if entry.uuid in unsynced:
+                files.sync_whole(files.join(writer.directory, entry.file))
+        uuids = {entry.uuid for entry in entries}
+        writer.note_synced(uuids)
+        return uuids
 
     def load_checkpoint(
         self,
@@ -417,15 +434,18 @@ class TrajectoryReplayBuffer:
         with self._save_lock, self._add_lock:
             if self._is_closed:
                 return
-            if self._writer is not None and not self._is_forked():
-                lost = self._writer.close(wait=wait)
+            writer = None if self._is_forked() else self._writer
+            if writer is not None:
+                lost = writer.stop(wait=wait)
                 if lost:
                     _log.warning(
                         "%s: closed with %d trajectories not written.", self.auto_save_path, lost
                     )
-                self._lock.release()
             self._is_closed = True
             self._window.close()
+            if writer is not None:
+                self._lock.release()
+                writer.close()
 
     def __enter__(self) -> TrajectoryReplayBuffer:
         return self

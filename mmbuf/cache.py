@@ -139,6 +139,7 @@ class TrajectoryCache:
                 self._append(slot)
                 slots.append(slot)
             self._publish(self._leave())
+        self.reclaim()
         return slots
 
     def lend(self, slot: Slot) -> Lent:
@@ -270,6 +271,11 @@ class TrajectoryCache:
                 if retired.number is not None:
                     self._slots.pop(retired.number, None)
 
+    @property
+    def has_evicted(self) -> bool:
+        """Whether there is something that gathers had still to let go when it was evicted."""
+        return bool(self._retired)
+
     def make_room(self) -> bool:
         """Take the oldest place that has a file, or wait for one to be let go; False if none."""
         self.reclaim()
@@ -318,12 +324,13 @@ class TrajectoryCache:
     def clear(self) -> None:
         """Forget all trajectories. None may be on its way to a file."""
         with self._lock:
-            slots = list(self._slots.values())
             self._table.drop_all()
             self._resident.clear()
             self._num_unfilled = 0
-            leaving = [_Retired([], slot.place, slot.number) for slot in slots]
-            for slot in slots:
+            leaving = []
+            # One slot may still have two numbers, since gathers know it by its former one.
+            for number, slot in self._slots.items():
+                leaving.append(_Retired([], slot.place, number))
                 slot.place = None
             self._publish(leaving)
         self.reclaim()
@@ -399,11 +406,17 @@ class TrajectoryCache:
             if not slot.is_written or (is_in_window and len(self._resident) <= limit):
                 break
             self._resident.popleft()
-            leaving.append(_Retired([], slot.place, None if is_in_window else slot.number))
-            if slot.is_filled:
-                self._set_filled(slot, False)
-            slot.place = None
+            leaving.append(self._take_place(slot))
         return leaving
+
+    def _take_place(self, slot: Slot) -> _Retired:
+        """Leave a slot without pages; what is given back when that is published."""
+        is_in_window = self._table.is_in_window(slot.number)
+        retired = _Retired([], slot.place, None if is_in_window else slot.number)
+        slot.place = None
+        if slot.is_filled:
+            self._set_filled(slot, False)
+        return retired
 
     def _set_filled(self, slot: Slot, is_filled: bool) -> None:
         slot.is_filled = is_filled
@@ -424,9 +437,7 @@ class TrajectoryCache:
         self._table.renew()
         leaving = []
         for slot in slots:
-            leaving.append(_Retired([], slot.place, None))
-            if slot.is_filled:
-                self._set_filled(slot, False)
+            leaving.append(self._take_place(slot))
             slot.is_checked = False
             slot.place = self._find_place(slot.rows)
             if slot.place is not None:
@@ -446,15 +457,9 @@ class TrajectoryCache:
     def _make_cold(self, slot: Slot) -> None:
         """Take a written slot's place away; its rows are read from the file from now on."""
         with self._lock:
-            place = slot.place
-            if place is None:
-                return
-            self._resident.remove(slot)
-            slot.place = None
-            if slot.is_filled:
-                self._set_filled(slot, False)
-            number = None if self._table.is_in_window(slot.number) else slot.number
-            self._publish([_Retired([], place, number)])
+            if slot.place is not None:
+                self._resident.remove(slot)
+                self._publish([self._take_place(slot)])
 
     def _fill(self, slot: Slot) -> None:
         """Put the file's rows behind the place of ``slot``, if it has one and they are not yet."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from mmbuf.index import Contents
 Put = Callable[[Entry, str, str], Entry]
 
 _LEGACY_INDEX = "trajector_index.json"
-_SAVING = ".saving.json"
+SAVING = ".saving.json"
 _KEPT = ("trajectory_format", "seed")
 _log = logging.getLogger("mmbuf")
 
@@ -45,12 +45,15 @@ def save(
     metadata: dict[str, Any],
     put: Put,
     trajectory_format: str | None,
+    synced: Collection[str] = (),
 ) -> None:
     """Save ``contents`` to ``directory`` and bring it to the disk itself.
 
     ``put(entry, path, format)`` brings a trajectory's file to ``path``, complete when it appears.
     ``trajectory_format`` None: each file's own, and ``metadata["trajectory_format"]`` for what has
-    no file yet. OSError as the system gives it; then the old checkpoint is whole.
+    no file yet. ``synced`` are the uuids of those whose files are on the disk itself: links to them
+    need no sync, which would cost more than all the rest. OSError as the system gives it; then the
+    old checkpoint is whole.
     """
     default = trajectory_format or str(metadata["trajectory_format"])
     wanted = {
@@ -61,7 +64,7 @@ def save(
     common = formats.pop() if len(formats) == 1 else default
     metadata = {**metadata, "trajectory_format": common}
     if files.exists(directory):
-        _save_into(directory, contents, metadata, put, wanted)
+        _save_into(directory, contents, metadata, put, wanted, synced)
         return
     parent = files.directory_of(directory)
     files.make_directory(parent)
@@ -72,7 +75,8 @@ def save(
         for entry in contents.entries.values():
             format_name = wanted[entry.uuid]
             file = _name(entry, format_name)
-            saved.add(_placed(temporary, dataclasses.replace(entry, file=file), put, format_name))
+            entry = dataclasses.replace(entry, file=file)
+            saved.add(_placed(temporary, entry, put, format_name, synced))
         _commit(temporary, saved, contents, metadata)
         files.rename(temporary, directory)
     files.sync(parent)  # the new name
@@ -84,6 +88,7 @@ def _save_into(
     metadata: dict[str, Any],
     put: Put,
     wanted: dict[str, str],
+    synced: Collection[str],
 ) -> None:
     if not files.is_directory(directory):
         raise NotADirectoryError(f"save_path: expected a directory, got a file: {directory}")
@@ -112,20 +117,23 @@ def _save_into(
             saved.add(entry)  # in its order; completed below
     if new or dropped:
         names = [*(entry.file for entry, _ in new), *sorted(dropped)]
-        files.replace(files.join(directory, _SAVING), [json.dumps(names).encode()])
+        files.replace(files.join(directory, SAVING), [json.dumps(names).encode()])
     for entry, format_name in new:
-        saved.entries[entry.trajectory_id] = _placed(directory, entry, put, format_name)
+        saved.entries[entry.trajectory_id] = _placed(directory, entry, put, format_name, synced)
     _commit(directory, saved, contents, metadata)
     for name in dropped:
         files.remove(files.join(directory, name))
-    files.unlink(files.join(directory, _SAVING))
+    files.unlink(files.join(directory, SAVING))
 
 
-def _placed(directory: str, entry: Entry, put: Put, format_name: str) -> Entry:
+def _placed(
+    directory: str, entry: Entry, put: Put, format_name: str, synced: Collection[str]
+) -> Entry:
     """The entry, with its file in ``directory`` and on the disk itself."""
     path = files.join(directory, entry.file)
     placed = put(entry, path, format_name)
-    files.sync_whole(path)
+    if entry.uuid not in synced or placed.format != entry.format:
+        files.sync_whole(path)  # before the index speaks of it
     # Its number stays: adapters give files of equal bytes one uuid, and `put` goes by that.
     return dataclasses.replace(
         entry, format=placed.format, size_bytes=placed.size_bytes, parts=placed.parts
@@ -155,7 +163,7 @@ def _old_entries(directory: str) -> list[Entry]:
 
 def _take_back_unfinished(directory: str, listed: set[str]) -> None:
     """Remove what a save that did not come to its end has put here, or left to be removed."""
-    path = files.join(directory, _SAVING)
+    path = files.join(directory, SAVING)
     if not files.exists(path):
         return
     try:
@@ -190,19 +198,35 @@ def read(directory: str) -> Contents:
     FileNotFoundError where there is none of them. Of RLinf's, whose index may list trajectories
     that were evicted, only those with a file; the ids of the others are named in one warning.
     """
-    if files.exists(files.join(directory, index.JOURNAL)):
+    contents = read_rlinf(directory)
+    if contents is not None:
+        return contents
+    if any(files.exists(files.join(directory, name)) for name in (index.JOURNAL, index.INDEX)):
         return index.read(directory)[0]
-    for name in (index.INDEX, _LEGACY_INDEX):
-        path = files.join(directory, name)
-        if files.exists(path):
-            snapshot = _json(path)
-            if "version" in snapshot or "crc" in snapshot:
-                return index.read(directory)[0]
-            return _read_rlinf(directory, path, snapshot)
-    raise FileNotFoundError(
+    raise missing(directory)
+
+
+def missing(directory: str) -> FileNotFoundError:
+    """The error that says that there is no store."""
+    return FileNotFoundError(
         f"{directory}: expected a store or a checkpoint, got neither {index.JOURNAL} "
         f"nor {index.INDEX}."
     )
+
+
+def read_rlinf(directory: str, damage: list[CorruptError] | None = None) -> Contents | None:
+    """What is in a directory of RLinf's; None where something else is.
+
+    Trajectories whose files are damaged are left out if a list is given that takes the errors.
+    """
+    if not files.exists(files.join(directory, index.JOURNAL)):
+        for name in (index.INDEX, _LEGACY_INDEX):
+            path = files.join(directory, name)
+            if files.exists(path):
+                snapshot = _json(path)
+                is_ours = "version" in snapshot or "crc" in snapshot
+                return None if is_ours else _read_rlinf(directory, path, snapshot, damage)
+    return None
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -215,7 +239,9 @@ def _json(path: str) -> dict[str, Any]:
     return found
 
 
-def _read_rlinf(directory: str, path: str, snapshot: dict[str, Any]) -> Contents:
+def _read_rlinf(
+    directory: str, path: str, snapshot: dict[str, Any], damage: list[CorruptError] | None
+) -> Contents:
     metadata_path = files.join(directory, index.METADATA)
     metadata = _json(metadata_path) if files.exists(metadata_path) else {}
     contents = Contents()
@@ -231,7 +257,16 @@ def _read_rlinf(directory: str, path: str, snapshot: dict[str, Any]) -> Contents
             if name not in here:
                 missing.append(trajectory_id)
                 continue
-            entry, schema = _described(files.join(directory, name), name, contents)
+            file = files.join(directory, name)
+            try:
+                entry, schema = _described(file, name, contents)
+            except (CorruptError, SchemaError) as error:
+                if damage is None:
+                    raise
+                if not isinstance(error, CorruptError):
+                    error = CorruptError(file, str(error).removeprefix(f"{file}: "))
+                damage.append(error)
+                continue
             contents.schema = schema
             contents.add(
                 dataclasses.replace(
@@ -348,6 +383,9 @@ def brought_in(directory: str, source: str, contents: Contents) -> Iterator[Cont
                 files.link_or_copy(origin, target)
                 made.append(target)
             brought.add(dataclasses.replace(entry, file=file))
+            # The journal's line may survive a power loss at once, and takes all others away.
+            files.sync_whole(files.join(directory, file))
+        files.sync(directory)  # for the same reason: the names
     except BaseException:
         _take_back(made)
         raise

@@ -47,6 +47,13 @@ def parts_from_json(parts: Any) -> tuple[Part, ...]:
     return found
 
 
+def checked_uuid(uuid: Any) -> str:
+    """``uuid`` from JSON; ValueError unless it is one: names of files are made from it."""
+    if type(uuid) is not str or len(uuid) != 32 or not (uuid.isascii() and uuid.isalnum()):
+        raise ValueError(f"expected a uuid of 32 digits, got {uuid!r}")
+    return uuid
+
+
 def _checked_file(file: str) -> str:
     """``file``; ValueError unless a trajectory's file in the store's own directory can have it.
 
@@ -123,7 +130,7 @@ class Entry:
         ``parts`` is for callers that have read those of ``json`` already.
         """
         entry = cls(
-            str(json["uuid"]),
+            checked_uuid(json["uuid"]),
             int(json["trajectory_id"]),
             checked_shape(json["shape"]),
             int(json["max_episode_length"]),

@@ -10,6 +10,7 @@ place.
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -18,12 +19,14 @@ import socket
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
 import filelock
 
 from mmbuf.errors import CorruptError, LockedError
+
+WRITER_LOCK = ".writer.lock"  # in a store; held by its one writer
 
 _TEMPORARY = ".tmp"
 _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and a temporary's marks
@@ -66,7 +69,8 @@ def process_id() -> int:
 def boot_id() -> str:
     """What tells one start of this machine from all others; empty where the system does not say."""
     try:
-        return read("/proc/sys/kernel/random/boot_id").decode().strip()
+        with opened("/proc/sys/kernel/random/boot_id") as fd:
+            return read_at(fd, 64, 0).decode().strip()
     except OSError:
         return ""
 
@@ -100,11 +104,25 @@ def make_directory(path: str) -> None:
 
 
 def exists(path: str) -> bool:
-    return os.path.lexists(path)
+    """Whether there is such a name. OSError where the disk does not say: that is no No."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def is_directory(path: str) -> bool:
-    return os.path.isdir(path)
+    """Whether there is such a directory. OSError as in `exists`."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_file(path: str) -> bool:
+    """Whether there is such a file of its own, no link to one. OSError as in `exists`."""
+    return exists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def size_of(path: str) -> int:
@@ -151,6 +169,30 @@ def signature(file: str | int) -> Signature:
 def disk_bytes_of(path: str) -> int:
     """Bytes that a file, or all files in a directory, take on the disk: holes take none."""
     return sum(status.st_blocks for status in _statuses(path)) * 512
+
+
+def free_bytes(path: str) -> int:
+    """Bytes that the file system of ``path`` has left for who is not root."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def file_system_of(path: str) -> str | None:
+    """The type of the file system that ``path`` is on; None where that is not to be had."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = file.read()
+    except OSError:
+        return None
+    path = os.path.realpath(path)
+    best, kind = "", None
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
+        is_above = path == point or path.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= len(best):  # of two at one place the later one shows
+            best, kind = point, after.split()[0]
+    return kind
 
 
 def names_in(directory: str) -> list[str]:
@@ -205,7 +247,8 @@ def link_or_copy(source: str, target: str) -> None:
     """Give a file, or a directory of files, the new name ``target`` as well.
 
     By hard links, which write no data; by copies where the file systems do not allow them. The
-    target is complete when it appears. FileExistsError if it is there already.
+    target is complete when it appears, and but for its name it is on the disk itself if the source
+    is. FileExistsError if it is there already.
     """
     check_is_no_link(source)
     if not os.path.isdir(source):
@@ -223,6 +266,7 @@ def link_or_copy(source: str, target: str) -> None:
             os.mkdir(name)
             for inner in os.listdir(source):
                 link_or_copy(os.path.join(source, inner), os.path.join(name, inner))
+            sync(name)  # the names in it
         else:
             _copy(source, name)
         if os.path.lexists(target):  # a race would be with another writer, which the lock forbids
@@ -239,15 +283,18 @@ def _copy(source: str, target: str) -> None:
         while left:
             copied = _copy_some(fd, new, offset, left)
             if not copied:
-                raise EOFError(f"{source}: the file ends at byte {offset}")
+                raise OSError(errno.EIO, f"the file ends at byte {offset}", source)
             offset, left = offset + copied, left - copied
+        os.fsync(new)  # a link of a synced file would be synced
 
 
 def _copy_some(fd: int, new: int, offset: int, size: int) -> int:
     """Copy some of ``size`` bytes from ``offset`` on; how many."""
     if hasattr(os, "copy_file_range"):
         try:
-            return os.copy_file_range(fd, new, size, offset, offset)
+            copied = os.copy_file_range(fd, new, size, offset, offset)
+            if copied:  # some file systems say 0 where they mean that they cannot
+                return copied
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
@@ -273,9 +320,15 @@ def remove_temporaries_of(path: str) -> None:
 
 def remove_temporaries(directory: str) -> None:
     """Remove what a writer that died left half written. Only for who holds the writer's lock."""
-    for name in os.listdir(directory):
-        if name.startswith(".") and name.endswith(_TEMPORARY):
-            remove(os.path.join(directory, name))
+    for name in temporaries_in(directory):
+        remove(os.path.join(directory, name))
+
+
+def temporaries_in(directory: str) -> list[str]:
+    """Names of what a writer has half written, or has left so when it died."""
+    return [
+        name for name in os.listdir(directory) if name.startswith(".") and name.endswith(_TEMPORARY)
+    ]
 
 
 @contextmanager
@@ -288,8 +341,10 @@ def created(path: str) -> Iterator[int]:
         finally:
             # An error of close is an error of the write: the file must not be published.
             os.close(fd)
-    except BaseException:
-        unlink(path)
+    except BaseException as error:
+        _name(error, path)
+        with suppress(OSError):  # what went wrong first is to be told
+            unlink(path)
         raise
 
 
@@ -317,8 +372,31 @@ def opened(path: str) -> Iterator[int]:
     fd = _open(path, os.O_RDONLY)
     try:
         yield fd
+    except OSError as error:
+        _name(error, path)
+        raise
     finally:
+        _close_after_reading(fd)
+
+
+def _close_after_reading(fd: int) -> None:
+    with suppress(OSError):  # what was read is read
         os.close(fd)
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Give the path to an OSError of the block that has none, such as those of descriptors."""
+    try:
+        yield
+    except OSError as error:
+        _name(error, path)
+        raise
+
+
+def _name(error: BaseException, path: str) -> None:
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = path
 
 
 def _open(path: str, flags: int) -> int:
@@ -330,9 +408,13 @@ def _open(path: str, flags: int) -> int:
         if error.errno == errno.ELOOP:
             raise _not_a_file(path, "a symbolic link") from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise _not_a_file(path, "a directory, a pipe or a device")
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _not_a_file(path, "a directory, a pipe or a device")
+    except BaseException as error:
+        _name(error, path)
+        _close_after_reading(fd)
+        raise
     return fd
 
 
@@ -370,6 +452,8 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(fd, view, offset)
+        if not written:
+            raise OSError(errno.EIO, f"nothing could be written at byte {offset}")
         view, offset = view[written:], offset + written
 
 
@@ -442,9 +526,10 @@ def sync(path: str) -> None:
     except OSError as error:
         # SMB and others sync no directories: names are there when their server says so.
         if error.errno != errno.EINVAL or not os.path.isdir(path):
+            _name(error, path)
             raise
     finally:
-        os.close(fd)
+        _close_after_reading(fd)
 
 
 def sync_open(fd: int) -> None:
@@ -464,22 +549,61 @@ class WriterLock:
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
-            raise _locked(path) from None
-        with open(path, "r+") as file:
-            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-            file.truncate()
+            raise locked(path) from None
+        try:
+            with open(path, "r+") as file:
+                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+                file.truncate()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         self._lock.release()
 
 
-def _locked(path: str) -> LockedError:
-    pid = host = None
+def is_locked(path: str) -> bool:
+    """Whether somebody holds the lock on ``path`` now; asked without writing to it.
+
+    OSError where the file system cannot tell.
+    """
+    with opened(path) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def last_holder(path: str) -> tuple[int, str] | None:
+    """Process id and host of who took the lock on ``path`` last; None if it does not say."""
     try:
         holder = json.loads(read(path))
-        pid, host = int(holder["pid"]), str(holder["host"])
-        who = f"process {pid} on {host}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(holder["pid"]), str(holder["host"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
+        return None
+
+
+def is_running(pid: int, host: str) -> bool | None:
+    """Whether a process is there; None for one on another host."""
+    if host != socket.gethostname():
+        return None
+    if pid <= 0:  # would ask about others than one process
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+def locked(path: str) -> LockedError:
+    """The error that says who holds the lock on ``path``."""
+    pid, host = last_holder(path) or (None, None)
+    who = f"process {pid} on {host}"
+    if pid is None:
         who = "a process that has not yet said its name"
     return LockedError(
         f"{os.path.dirname(path)}: expected no other writer, but {who} holds the store. "

@@ -28,6 +28,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +50,11 @@ _PARTS = b', "parts": '
 _CRC_BYTES = len(_CRC) + 8 + len('"}')
 
 # What JSON of any other form than ours may raise on its way into an entry or a schema.
-_BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
+BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
 _MAX_COUNTER = 1 << 62
+_MAX_LAYOUTS = 1024  # that are known at once
+_TAIL_BYTES = 4096
 
 _log = logging.getLogger("mmbuf")
 
@@ -75,7 +78,6 @@ class Contents:
         self.boot_id = ""  # of the machine when the last line was written
         self.dead_files: list[str] = []  # of trajectories that are gone
         self.has_synced_dead = False  # of some that were on the disk itself
-        self.is_replaced = False  # and others were loaded in their place
 
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
@@ -83,7 +85,7 @@ class Contents:
         if kind == "add":
             self.add(Entry.from_json(event["entry"]))
         elif kind == "schema":
-            _check_version(event["version"])
+            check_version(event["version"])
             self.schema = Schema.from_json(event["columns"])
         elif kind == "drop":
             for trajectory_id in event["trajectory_ids"]:
@@ -97,7 +99,7 @@ class Contents:
             counter = checked_counter(event["trajectory_counter"])
             self.trajectory_counter = max(self.trajectory_counter, counter)
         elif kind == "load":
-            self.load(_read_load(event))
+            self.load(read_load(event))
         elif kind == "sync":
             self.synced()
         elif kind == "boot":
@@ -119,7 +121,6 @@ class Contents:
     def load(self, other: Contents) -> None:
         """Take another's place: its trajectories, schema and counting instead of these."""
         self._bury_all()
-        self.is_replaced = self.has_synced_dead
         self.schema = other.schema
         self.num_added += other.num_added
         self.entries = dict(other.entries)
@@ -147,7 +148,7 @@ class Contents:
     def synced(self) -> None:
         """All is on the disk itself."""
         self.unsynced.clear()
-        self.has_synced_dead = self.is_replaced = False
+        self.has_synced_dead = False
 
     def _bury_all(self) -> None:
         self.dead_files.extend(entry.file for entry in self.entries.values())
@@ -178,6 +179,7 @@ class JournalReader:
         self.directory = directory
         self.contents = Contents()
         self.valid_bytes = 0
+        self._tail = b""  # the last bytes of these
         self._journal = files.join(directory, JOURNAL)
         self._signature: files.Signature | None = None
         self._untold = Changes()
@@ -186,7 +188,9 @@ class JournalReader:
     @property
     def unread_bytes(self) -> int:
         """Bytes of the journal behind the last valid line that was read."""
-        return files.size_of(self._journal) - self.valid_bytes
+        size_bytes = files.size_of(self._journal)
+        # A shorter one is another: nothing of it was read.
+        return size_bytes - (self.valid_bytes if size_bytes >= self.valid_bytes else 0)
 
     def has_changed(self) -> bool:
         """Whether the file is another one, or of another length, than when it was read last."""
@@ -203,15 +207,27 @@ class JournalReader:
             signature = files.signature(fd)
             before = self._signature
             is_same = before is not None and signature.inode == before.inode
-            if not is_same or signature.size < self.valid_bytes:
+            # A new file may have got the inode of the old one.
+            if not is_same or not self._is_read_before(fd):
                 if before is not None:
                     changes = self._untold = Changes(is_reset=True)
                 self.contents, self.valid_bytes, self._signature = Contents(), 0, None
+                self._tail = b""
             data = files.read_at(fd, signature.size - self.valid_bytes, self.valid_bytes)
-        self._take_in(data, changes)
+        base = self.valid_bytes
+        try:
+            self._take_in(data, changes)
+        finally:
+            stop = self.valid_bytes - base
+            self._tail = (self._tail + data[max(0, stop - _TAIL_BYTES) : stop])[-_TAIL_BYTES:]
         self._signature = signature
         self._untold = Changes()
         return changes
+
+    def _is_read_before(self, fd: int) -> bool:
+        """Whether the file begins with what was read, as far as its last bytes tell."""
+        start = self.valid_bytes - len(self._tail)
+        return files.read_at(fd, len(self._tail), start) == self._tail
 
     def _take_in(self, data: bytes, changes: Changes) -> None:
         base, offset = self.valid_bytes, 0
@@ -230,7 +246,7 @@ class JournalReader:
                     self._apply(event, changes)
                 except VersionError as error:
                     raise VersionError(f"{self._journal}: {error}") from None
-                except _BAD as error:
+                except BAD as error:
                     what = f"not an event: {error!r}."
                     raise CorruptError(self._journal, what, offset=base + offset) from error
                 self.valid_bytes = base + stop
@@ -270,7 +286,7 @@ def read(directory: str) -> tuple[Contents, int]:
         reader.refresh()
         return reader.contents, reader.valid_bytes
     contents = Contents()
-    _read_snapshot(files.join(directory, INDEX), contents)
+    read_snapshot(files.join(directory, INDEX), contents)
     return contents, 0
 
 
@@ -302,20 +318,23 @@ class TrajectoryIndex:
             self.contents, valid = Contents(), 0
         is_new = not files.exists(journal)
         self._fd = files.open_for_append(journal)
+        self._end = valid  # of the lines in the journal
         self._changes = 0  # since the last snapshot
         try:
-            if is_new:
-                # Or a snapshot could survive without it: this would look like a checkpoint.
-                files.sync(directory)
-            if files.length(self._fd) > valid:
-                _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
-                files.truncate(self._fd, valid)
-            self._drop_unsound(verify)
-            self.remove_dead_files()
+            with files.naming(journal):
+                if is_new:
+                    # Or a snapshot could survive without it: this would look like a checkpoint.
+                    files.sync(directory)
+                if files.length(self._fd) > valid:
+                    _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
+                    files.truncate(self._fd, valid)
+                self._drop_unsound(verify)
+                self.remove_dead_files()
         except BaseException:
-            files.close(self._fd)
+            with suppress(OSError):
+                files.close(self._fd)
             raise
-        self._snapshot_bytes = files.length(self._fd)
+        self._snapshot_bytes = self._end
 
     def add(self, schema: Schema, entry: Entry) -> None:
         """A file was published; ValueError, and nothing said, if its id is there already."""
@@ -343,16 +362,7 @@ class TrajectoryIndex:
 
     def load(self, contents: Contents) -> None:
         """Others, whose files are in the directory, have taken the place of all trajectories."""
-        schema = contents.schema
-        event = {
-            "event": "load",
-            "version": VERSION,
-            "columns": None if schema is None else schema.to_json(),
-            "entries": [entry.to_json() for entry in contents.entries.values()],
-            "trajectory_counter": contents.trajectory_counter,
-            "id_step": contents.id_step,
-        }
-        self._append(_encode(event))
+        self._append(_encode(_load_event(contents)))
         self.contents.load(contents)
 
     def remove_dead_files(self) -> None:
@@ -362,23 +372,32 @@ class TrajectoryIndex:
             live = {entry.file for entry in contents.entries.values()}
             here = set(files.names_in(self.directory))
             gone = [name for name in contents.dead_files if name in here and name not in live]
-            if gone and contents.is_replaced:
-                self.sync()  # what took the place of synced files, before these are lost for it
-            elif gone and contents.has_synced_dead:
+            if gone and contents.has_synced_dead:
                 files.sync_open(self._fd)  # or the journal could list what is no longer there
             for name in gone:
                 files.remove(files.join(self.directory, name))
             contents.dead_files.clear()
-            contents.has_synced_dead = contents.is_replaced = False
+            contents.has_synced_dead = False
 
     def sync(self) -> None:
         """Bring all that was added to the disk itself, then mark it in the journal."""
         for trajectory_id in self.contents.unsynced:
             files.sync_whole(files.join(self.directory, self.contents.entries[trajectory_id].file))
         files.sync(self.directory)  # the names of the files, and of the journal
-        self._append(_encode({"event": "sync"}))
+        files.append(self._fd, _encode({"event": "sync"}))  # no change for the snapshots to tell
         files.sync_open(self._fd)  # the mark, and all lines before it
         self.contents.synced()
+
+    def unsynced(self) -> set[str]:
+        """The uuids of those whose files may not be on the disk itself."""
+        entries = self.contents.entries
+        return {entries[trajectory_id].uuid for trajectory_id in self.contents.unsynced}
+
+    def note_synced(self, uuids: set[str]) -> None:
+        """The files of these are on the disk itself, but their names here may not be."""
+        entries = self.contents.entries
+        left = [i for i in self.contents.unsynced if entries[i].uuid not in uuids]
+        self.contents.unsynced = left
 
     def is_snapshot_due(self) -> bool:
         """Whether the snapshots are behind: at all for a short list, by a quarter for a long."""
@@ -402,7 +421,11 @@ class TrajectoryIndex:
     def _append(self, lines: bytes) -> None:
         if self.contents.boot_id != self._boot_id:
             lines = _encode({"event": "boot", "id": self._boot_id}) + lines
+        if files.length(self._fd) > self._end:
+            # A disk that refused a line may have refused to cut off its beginning as well.
+            files.truncate(self._fd, self._end)
         files.append(self._fd, lines)
+        self._end += len(lines)
         self.contents.boot_id = self._boot_id
         self._changes += 1
 
@@ -423,18 +446,47 @@ class TrajectoryIndex:
         if verify is not None and contents.unsynced:
             self.sync()  # so that this is not asked again
 
-    def _is_sound(
-        self, entry: Entry, verify: Callable[[str, Entry, Schema], None] | None
-    ) -> bool:
+    def _is_sound(self, entry: Entry, verify: Callable[[str, Entry, Schema], None] | None) -> bool:
         path = files.join(self.directory, entry.file)
         try:
-            if files.size_of(path) != entry.size_bytes:
-                return False
-            if verify is not None and self.contents.schema is not None:
-                verify(path, entry, self.contents.schema)
-        except (FileNotFoundError, CorruptError):
+            size = files.size_of(path)  # CorruptError for a link: no power loss leaves one
+        except FileNotFoundError:
             return False
+        if size != entry.size_bytes:
+            return False
+        if verify is not None and self.contents.schema is not None:
+            try:
+                verify(path, entry, self.contents.schema)
+            except (FileNotFoundError, CorruptError):
+                return False
         return True
+
+
+def write_journal(directory: str, contents: Contents) -> None:
+    """Replace the journal in ``directory`` by one that says ``contents``, all of it synced."""
+    lines = [_encode(_load_event(contents)), _encode({"event": "sync"})]
+    files.replace(files.join(directory, JOURNAL), lines)
+
+
+def lines_of(journal: bytes) -> Iterator[tuple[int, bytes | None]]:
+    """The offset of each line, and the line itself; None for one that is not as it was written."""
+    offset = 0
+    while offset < len(journal):
+        end = journal.find(b"\n", offset)
+        yield offset, _whole(journal[offset:end]) if end >= 0 else None
+        offset = end + 1 if end >= 0 else len(journal)
+
+
+def _load_event(contents: Contents) -> dict[str, Any]:
+    schema = contents.schema
+    return {
+        "event": "load",
+        "version": VERSION,
+        "columns": None if schema is None else schema.to_json(),
+        "entries": [entry.to_json() for entry in contents.entries.values()],
+        "trajectory_counter": contents.trajectory_counter,
+        "id_step": contents.id_step,
+    }
 
 
 def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:
@@ -471,28 +523,33 @@ def _encode_snapshot(contents: Contents, metadata: dict[str, Any]) -> Iterator[b
     yield f', "metadata": {json.dumps(metadata)}'.encode()
 
 
-def _read_snapshot(path: str, contents: Contents) -> None:
+def read_snapshot(path: str, contents: Contents) -> None:
+    """Read a ``trajectory_index.json`` into new ``contents``; CorruptError if it is none."""
     data = files.read(path)
     try:
         snapshot = json.loads(data)
-        _check_version(snapshot["version"])
+        check_version(snapshot["version"])
         if "crc" in snapshot and _whole(data) is None:
             raise ValueError("the CRC-32 at its end is that of another; without it all is taken")
         if snapshot["schema"] is not None:
             contents.schema = Schema.from_json(snapshot["schema"])
         for trajectory_id in snapshot["trajectory_id_list"]:
-            contents.add(Entry.from_json(snapshot["trajectory_index"][str(trajectory_id)]))
+            entry = Entry.from_json(snapshot["trajectory_index"][str(trajectory_id)])
+            if entry.trajectory_id != trajectory_id:
+                raise ValueError(f"trajectory_id {entry.trajectory_id} as {trajectory_id!r}")
+            contents.add(entry)
         contents.metadata = dict(snapshot["metadata"])
         _count_from(contents, contents.metadata)
         contents.unsynced.clear()
     except VersionError as error:
         raise VersionError(f"{path}: {error}") from None
-    except _BAD as error:
+    except BAD as error:
         raise CorruptError(path, f"not an index: {error!r}.") from error
 
 
-def _read_load(event: dict[str, Any]) -> Contents:
-    _check_version(event["version"])
+def read_load(event: dict[str, Any]) -> Contents:
+    """What a "load" event brings; one of `BAD` if it is none, VersionError if it is a newer's."""
+    check_version(event["version"])
     contents = Contents()
     if event["columns"] is not None:
         contents.schema = Schema.from_json(event["columns"])
@@ -515,7 +572,8 @@ def checked_counter(counter: Any) -> int:
     return number
 
 
-def _check_version(version: Any) -> None:
+def check_version(version: Any) -> None:
+    """VersionError for what a newer mmbuf wrote."""
     if int(version) > VERSION:
         raise VersionError(
             f"expected store version {VERSION} or older, got {version}. Update mmbuf."
@@ -537,6 +595,8 @@ def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]]) -> Entry:
     text = tail[:-1]
     parts = layouts.get(text)
     if parts is None:
+        if len(layouts) >= _MAX_LAYOUTS:  # a store in which each has its own
+            layouts.clear()
         parts = layouts[text] = parts_from_json(json.loads(text))
     return Entry.from_json(json.loads(head + b"}}")["entry"], parts)
 

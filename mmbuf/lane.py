@@ -20,6 +20,7 @@ their pages to the system, oldest first. The live ones lie in *runs*, each witho
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from mmbuf.vm import HUGE_PAGE, PAGE, AddressRange, round_up
 _MAX_STRETCH = 64
 _FIRST_LIMIT = 64 << 20
 _COMMIT_STEP = 256 << 10
+
+_log = logging.getLogger("mmbuf")
 
 
 @dataclass(slots=True)
@@ -117,24 +120,48 @@ class Lane:
             self._populated = self._committed
 
     def release(self, extent: Extent) -> None:
-        """Give back the extent's rows, and the pages that only released extents lie in."""
+        """Give back the extent's rows, and the pages that only released extents lie in.
+
+        What the system refuses stays taken, and is given back with a later extent.
+        """
         extent.is_released = True
+        try:
+            if extent is not self._runs[0][0]:
+                self._empty(extent)
+            self._give_back_ends()
+        except OSError as error:
+            _log.warning("addresses could not be given back yet: %s", error)
+
+    def _empty(self, extent: Extent) -> None:
+        """Give back what is behind an extent whose rows stay taken for as long as older ones."""
+        if extent.is_mappable:
+            self._give_back(extent.start, round_up(extent.stop, PAGE))
+            return
+        for range_ in self.ranges:
+            range_.discard(round_up(extent.start, PAGE), _floor(extent.stop))
+
+    def _give_back_ends(self) -> None:
         while self._runs and self._runs[0][0].is_released:
             run = self._runs[0]
-            oldest = run.popleft()
+            oldest = run[0]
+            if len(run) == 1 and run is self._runs[-1]:
+                self._committed = self._populated = 0
             # A dense extent's last page may hold the first rows of the next one.
-            stop = _floor(run[0].start) if run else round_up(oldest.stop, PAGE)
+            stop = _floor(run[1].start) if len(run) > 1 else round_up(oldest.stop, PAGE)
             self._give_back(_floor(oldest.start), stop)
+            run.popleft()
             if not run:
                 self._runs.popleft()
         # What was taken last and never used, since a later step of adding it failed.
         while self._runs and self._runs[-1][-1].is_released:
-            newest = self._runs[-1].pop()
+            run = self._runs[-1]
+            newest = run[-1]
             start = newest.start if newest.is_mappable else round_up(newest.start, PAGE)
-            self._give_back(start, round_up(newest.stop, PAGE))
             self._committed = min(self._committed, start)
             self._populated = min(self._populated, start)
-            if not self._runs[-1]:
+            self._give_back(start, round_up(newest.stop, PAGE))
+            run.pop()
+            if not run:
                 self._runs.pop()
                 self._committed = self._populated = 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,8 @@ class Places:
         except BaseException as error:
             # The next try may map other columns, and must find no mapping where it copies.
             for _, lane, extent, i in columns:
-                lane.ranges[i].release(extent.start, extent.stop)
+                with suppress(OSError):  # `_read_in` does it again
+                    lane.ranges[i].release(extent.start, extent.stop)
             vm.MAPS.give_back(len(columns))
             if isinstance(error, OSError) and vm.is_out_of_memory(error):
                 return False
@@ -221,7 +222,9 @@ class Places:
                 continue
             extent = place.extents[home[0]]
             if extent.is_mappable:
-                self.lanes[home[0]].ranges[home[1]].commit(extent.start, extent.stop)
+                range_ = self.lanes[home[0]].ranges[home[1]]
+                range_.release(extent.start, extent.stop)  # what an earlier try may have mapped
+                range_.commit(extent.start, extent.stop)
             rows = self.rows_of(place, position, num_rows)
             text = self.texts.get(position)
             if text is None:

@@ -40,7 +40,10 @@ class BatchPool:
         try:
             address = self._idle.setdefault(block_bytes, []).pop()
         except IndexError:
-            address = vm.new_block(block_bytes)
+            try:
+                address = vm.new_block(block_bytes)
+            except OSError:  # no mapping is left: the allocator may still have memory
+                return np.empty(shape, dtype)
         give_back = partial(_give_back, weakref.ref(self), block_bytes)
         return vm.lend_block(address, size, give_back).view(dtype).reshape(shape)
 

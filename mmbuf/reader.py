@@ -6,21 +6,24 @@ It takes no lock and writes nothing. What it sees grows with the stores: each `s
 
 from __future__ import annotations
 
+import math
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from mmbuf import files
-from mmbuf.errors import ClosedError, CorruptError
-from mmbuf.stores import Stores, checked_shard
+from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.stores import News, Stores, checked_shard
 from mmbuf.trajectory import Trajectory
 from mmbuf.window import Batch, Window
 
 _Path = str | os.PathLike[str]
+_Read = TypeVar("_Read")
 
 _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
@@ -47,7 +50,8 @@ class ReplayReader:
         ``run/rank_*``, which are one window in the order of the time of addition. Stores that
         appear later under a pattern are picked up.
     seed
-        Of the reader's own generator; None draws one.
+        Of the reader's own generator; None draws one. Opened in a worker of a DataLoader it draws
+        from a stream of that worker's.
     sample_window_size, cache_size
         As in `TrajectoryReplayBuffer`; the window is by default the whole.
     shard
@@ -76,7 +80,10 @@ class ReplayReader:
         if cache_size is not None and cache_size < 0:
             raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
         shard = checked_shard(shard)
-        seeds = np.random.SeedSequence(seed, spawn_key=() if shard is None else shard)
+        worker = get_worker_info()
+        # No shard and no child of a reader has such a key.
+        of_worker = () if worker is None else (0, 0, worker.id)
+        seeds = np.random.SeedSequence(seed, spawn_key=(*(shard or ()), *of_worker))
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self._options = _Options(
             [files.absolute(p) for p in paths],
@@ -91,7 +98,7 @@ class ReplayReader:
     def _open(self, seeds: np.random.SeedSequence) -> None:
         options = self._options
         self._is_closed = False
-        self._refresh_lock = threading.Lock()  # guards the stores and changes of the window
+        self._num_changes = 0  # of what is seen
         self._follow = options.follow
         self._stores = Stores(options.paths, options.is_list, options.shard, follow=options.follow)
         self._window = Window(
@@ -99,11 +106,10 @@ class ReplayReader:
             window_size=options.sample_window_size,
             cache_size=options.cache_size,
             can_map=True,
-            on_fork=self._renew_lock,
         )
         news = self._stores.open()
-        if self._stores.schema is not None and news.come:
-            self._window.open(self._stores.schema, news.come)
+        news.is_late = False  # all are sorted
+        self._take_in(news)
 
     def refresh(self) -> bool:
         """Take in what has changed; whether anything has. With ``follow=False`` nothing does.
@@ -115,53 +121,79 @@ class ReplayReader:
             raise _closed("refresh")
         if not self._follow:
             return False
-        with self._refresh_lock:
+        with self._window.changing:
             news = self._stores.refresh()
+            has_changed = bool(news)
+            self._take_in(news)
+            self._window.reclaim()  # what gathers of other threads still looked at
+            if news.error is not None:
+                raise news.error
+            return has_changed
+
+    def _take_in(self, news: News) -> None:
+        """Change the window; what fails stays in ``news``."""
+        if not news:
+            return
+        try:
             if news.gone:
                 self._window.remove(news.gone)
+                news.gone.clear()
             if news.come:
                 schema = self._stores.schema
                 assert schema is not None
-                self._window.open(schema, news.come)
+                self._window.open(schema, news.come.values())
+                news.come.clear()
                 if news.is_late:  # a store that is new to us may be older than the others
                     self._window.sort()
-            if news.error is not None:
-                raise news.error
-            return bool(news.gone or news.come)
+            news.is_late = False
+        finally:
+            self._num_changes += 1
 
     def sample(self, num_chunks: int, out: Mapping[str, Any] | None = None) -> Batch:
         """As `TrajectoryReplayBuffer.sample`; of what has been published up to now."""
         if self._is_closed:
             raise _closed("sample")
-        if self._follow and self._stores.has_news():
+        if self._follow and (self._stores.has_news() or self._window.has_evicted):
             self.refresh()
-        while True:
-            try:
-                return self._window.sample(num_chunks, out)
-            except CorruptError as error:
-                # A file that is gone was journalled as gone before.
-                is_missing = isinstance(error.__cause__, FileNotFoundError)
-                if not is_missing or not self.refresh():
-                    raise
+        return self._retried(partial(self._window.sample, num_chunks, out))
 
     def wait_for(self, min_size: int, timeout_s: float | None = None) -> bool:
-        """Sleep until there are ``min_size`` trajectories; False if not within ``timeout_s``."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        """Sleep until there are ``min_size`` trajectories; False if not within ``timeout_s``.
+
+        With ``follow=False`` there is nothing to wait for.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         sleep_s = _SHORTEST_SLEEP_S
         while True:
             self.refresh()
             if len(self) >= min_size:
                 return True
-            if deadline is not None and time.monotonic() >= deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._follow:
                 return False
-            time.sleep(sleep_s if deadline is None else min(sleep_s, deadline - time.monotonic()))
+            time.sleep(min(sleep_s, left_s))
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
     def get_trajectory(self, trajectory_id: Any) -> Trajectory:
         """As `TrajectoryReplayBuffer.get_trajectory`; by one of `trajectory_ids`."""
         if self._is_closed:
             raise _closed("get_trajectory")
-        return self._window.get_trajectory(trajectory_id)
+        return self._retried(partial(self._window.get_trajectory, trajectory_id))
+
+    def _retried(self, read: Callable[[], _Read]) -> _Read:
+        """What ``read`` gives; tried again where what is seen has changed meanwhile.
+
+        A file that is gone was journalled as gone before. While another thread takes in a change,
+        what is seen may be empty for a moment.
+        """
+        while True:
+            num_changes = self._num_changes
+            try:
+                return read()
+            except (EmptyBufferError, CorruptError, FileNotFoundError):
+                self.refresh()  # waits for the other thread
+                if self._num_changes == num_changes:
+                    raise
 
     def __len__(self) -> int:
         return len(self._window.entries)
@@ -225,9 +257,6 @@ class ReplayReader:
 
     def __repr__(self) -> str:
         return f"<ReplayReader {self.path}: {len(self)} trajectories, {self.total_samples} rows>"
-
-    def _renew_lock(self) -> None:
-        self._refresh_lock = threading.Lock()
 
 
 def _closed(what: str) -> ClosedError:

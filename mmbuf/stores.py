@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +33,25 @@ _LOOK_S = 1.0
 class News:
     """``gone`` keys have left, then ``come`` came, oldest first.
 
+    Whoever takes them in clears them: what is left is told again, with what is new by then.
     ``is_late``: some of them may be older than what was there before. ``error`` is what one of the
     stores failed with, when all others had been looked at.
     """
 
     gone: list[Hashable] = field(default_factory=list)
-    come: list[Item] = field(default_factory=list)
+    come: dict[Hashable, Item] = field(default_factory=dict)
     is_late: bool = False
-    error: MmbufError | None = None
+    error: MmbufError | OSError | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.gone or self.come)
+
+    def leave(self, keys: Iterable[Hashable]) -> None:
+        """Those that came and were not taken in yet never were there."""
+        self.gone.extend(key for key in keys if self.come.pop(key, None) is None)
+
+    def sort(self) -> None:
+        self.come = {item[0]: item for item in sorted(self.come.values(), key=_added_at)}
 
 
 class Stores:
@@ -66,6 +77,7 @@ class Stores:
         self._journals: dict[str, JournalReader] = {}  # by directory
         self._keys: dict[str, dict[int, Hashable]] = {}  # of each directory, by trajectory id
         self._schemas: dict[str, Schema] = {}
+        self._news = News()
         self._looked_at = -_LOOK_S
 
     @property
@@ -81,7 +93,7 @@ class Stores:
     def unread_bytes(self) -> int:
         """Bytes of journals that were not read yet."""
         total = 0
-        for journal in self._journals.values():
+        for journal in list(self._journals.values()):
             try:
                 total += journal.unread_bytes
             except FileNotFoundError:
@@ -89,10 +101,13 @@ class Stores:
         return total
 
     def has_news(self) -> bool:
-        """Whether `refresh` may find something; a ``stat`` for each live store."""
-        if not self.is_single and time.monotonic() - self._looked_at > _LOOK_S:
+        """Whether `refresh` may find something; a ``stat`` for each live store.
+
+        For any number of threads, also while one refreshes.
+        """
+        if self._news or (not self.is_single and time.monotonic() - self._looked_at > _LOOK_S):
             return True
-        for journal in self._journals.values():
+        for journal in list(self._journals.values()):
             try:
                 if journal.has_changed():
                     return True
@@ -102,50 +117,54 @@ class Stores:
 
     def open(self) -> News:
         """All trajectories, oldest first."""
-        news = News()
+        news = self._news
         self._look(news)
         if news.error is not None:
             raise news.error
-        news.come.sort(key=_added_at)
+        news.sort()
         return news
 
     def refresh(self) -> News:
         """What has changed since the last time."""
-        news = News()
+        news = self._news
+        news.error = None
         for directory, journal in list(self._journals.items()):
             try:
                 if journal.has_changed():
-                    self._take_in(directory, journal.refresh(), journal.contents.schema, news)
+                    self._take_in(directory, *_read(journal), news)
             except FileNotFoundError:
                 # What is mapped stays readable, and a store that was named may come again.
                 if directory not in self.paths and not files.exists(directory):
                     self._leave(directory, news)
-            except MmbufError as error:
+            except SchemaError:
+                self._leave(directory, news)  # so that it is tried, and says so, again
+            except (MmbufError, OSError) as error:
                 news.error = error
-                if isinstance(error, SchemaError):
-                    self._leave(directory, news)  # so that it is tried, and says so, again
         if not self.is_single:
             self._look(news)
-        news.come.sort(key=_added_at)
+        news.sort()
         return news
 
     def _look(self, news: News) -> None:
         """Find stores that are not known yet."""
         self._looked_at = time.monotonic()
         for path in self.paths:
-            for directory in files.matches(path) if files.is_pattern(path) else [path]:
+            is_named = not files.is_pattern(path)
+            for directory in [path] if is_named else files.matches(path):
                 if directory not in self._keys:
                     try:
-                        self._enter(directory, news, is_named=directory == path)
-                    except MmbufError as error:
-                        news.error = error
+                        self._enter(directory, news, is_named=is_named)
+                    except (MmbufError, OSError) as error:
+                        # What matched may be gone again.
+                        if is_named or not isinstance(error, FileNotFoundError):
+                            news.error = error
 
     def _enter(self, directory: str, news: News, *, is_named: bool) -> None:
         if is_named and not files.is_directory(directory):
             raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
         if files.exists(files.join(directory, index.JOURNAL)):
             journal = JournalReader(directory)
-            changes, schema = journal.refresh(), journal.contents.schema
+            changes, schema = _read(journal)
             if self._follow:
                 self._journals[directory] = journal
         else:
@@ -167,14 +186,14 @@ class Stores:
             raise
 
     def _leave(self, directory: str, news: News) -> None:
-        news.gone.extend(self._keys.pop(directory).values())
+        news.leave(self._keys.pop(directory).values())
         self._schemas.pop(directory, None)
-        del self._journals[directory]
+        self._journals.pop(directory, None)
 
     def _take_in(self, directory: str, changes: Changes, schema: Schema | None, news: News) -> None:
         keys = self._keys[directory]
         dropped = list(keys) if changes.is_reset else changes.dropped
-        news.gone.extend(keys.pop(i) for i in dropped if i in keys)
+        news.leave([keys.pop(i) for i in dropped if i in keys])
         if not changes.added:
             if changes.is_reset:
                 self._schemas.pop(directory, None)
@@ -187,12 +206,19 @@ class Stores:
             if (number + salt) % self._world_size == self._rank:
                 key = trajectory_id if self.is_single else (directory, trajectory_id)
                 keys[trajectory_id] = key
-                news.come.append((key, entry, directory))
+                news.come[key] = (key, entry, directory)
 
     def _check_schema(self, directory: str, schema: Schema) -> None:
         for other, known in self._schemas.items():
             if other != directory and known != schema:
                 raise SchemaError(f"{directory}: expected {known} as in {other}, got {schema}.")
+
+
+def _read(journal: JournalReader) -> tuple[Changes, Schema | None]:
+    changes = journal.refresh()
+    # The files of the dead are their writer's business; their names would only pile up here.
+    journal.contents.dead_files.clear()
+    return changes, journal.contents.schema
 
 
 def _added_at(item: Item) -> float:

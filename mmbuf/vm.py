@@ -18,6 +18,7 @@ import resource
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ _MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20 if _IS_LINUX else 0x1000
 _MAP_NORESERVE = 0x4000 if _IS_LINUX else 0x40
 _MADV_RANDOM = 1
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
@@ -90,6 +92,12 @@ def _munmap(address: int, size: int) -> None:
         raise _failed()
 
 
+def _unmap(address: int, size: int) -> None:
+    """`_munmap` where nobody could do anything about a failure."""
+    with suppress(OSError):
+        _munmap(address, size)
+
+
 def _advise(address: int, size: int, advice: int) -> None:
     """``madvise`` where the kernel knows it: speed only, so a refusal is no error."""
     if _IS_LINUX:
@@ -100,11 +108,16 @@ def _reserve(size: int, alignment: int) -> int:
     """Address of ``size`` reserved bytes on ``alignment``."""
     flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     address = _mmap(None, size + alignment, _PROT_NONE, flags, -1, 0)
-    start = round_up(address, alignment)
-    if start > address:
-        _munmap(address, start - address)
-    if address + alignment > start:
-        _munmap(start + size, address + alignment - start)
+    start, stop = round_up(address, alignment), address + size + alignment
+    try:
+        if start > address:
+            _munmap(address, start - address)
+            address = start
+        if stop > start + size:
+            _munmap(start + size, stop - start - size)
+    except OSError:
+        _munmap(address, stop - address)
+        raise
     return start
 
 
@@ -138,7 +151,8 @@ class MapBudget:
         self._lock = threading.Lock()
 
 
-def _max_map_count() -> int:
+def max_map_count() -> int:
+    """How many VMAs the kernel allows a process."""
     try:
         with open("/proc/sys/vm/max_map_count") as file:
             return int(file.read())
@@ -149,7 +163,8 @@ def _max_map_count() -> int:
 # A mapping may cost three VMAs (itself, and the anonymous pages on both sides of it), and torch,
 # allocators and threads need some as well; so the budget is 30 % of the limit, and what evicts can
 # never fail for want of one.
-MAPS = MapBudget(int(0.3 * _max_map_count()))
+MAPS_SHARE = 0.3
+MAPS = MapBudget(int(MAPS_SHARE * max_map_count()))
 
 
 class AddressRange:
@@ -163,7 +178,7 @@ class AddressRange:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = round_up(size_bytes, HUGE_PAGE)
         self.address = _reserve(self.size_bytes, HUGE_PAGE)
-        self._release_all = weakref.finalize(self, _munmap, self.address, self.size_bytes)
+        self._release_all = weakref.finalize(self, _unmap, self.address, self.size_bytes)
         self._release_all.atexit = False
 
     def array(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -192,6 +207,14 @@ class AddressRange:
     def populate(self, start: int, stop: int) -> None:
         """Have the pages of a committed ``[start, stop)`` ready; one call for many faults."""
         _advise(self.address + start, stop - start, _MADV_POPULATE_WRITE)
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give the memory of committed pages back, which may be read again and are zero then.
+
+        Costs no mapping, unlike `release` of pages between others.
+        """
+        if start < stop:
+            _advise(self.address + start, stop - start, _MADV_DONTNEED)
 
     def map_file(self, start: int, stop: int, fd: int, offset: int) -> None:
         """Map a file's bytes from ``offset`` over ``[start, stop)``, which holds no rows yet.
@@ -231,7 +254,10 @@ class AddressRange:
         _mmap(self.address + start, stop - start, _PROT_NONE, flags, -1, 0)
 
     def close(self) -> None:
-        """Give the addresses back too. No array over the range may be touched any more."""
+        """Give the addresses back too. No array over the range may be touched any more.
+
+        What the system refuses to take back stays reserved.
+        """
         self._release_all()
 
 
@@ -258,7 +284,7 @@ def new_block(size_bytes: int) -> int:
 
 def free_block(address: int, size_bytes: int) -> None:
     """Give back what `new_block` gave."""
-    _munmap(address, round_up(size_bytes, HUGE_PAGE))
+    _unmap(address, round_up(size_bytes, HUGE_PAGE))
 
 
 def lend_block(address: int, size_bytes: int, give_back: Any) -> np.ndarray[Any, Any]:
@@ -270,13 +296,13 @@ def lend_block(address: int, size_bytes: int, give_back: Any) -> np.ndarray[Any,
 
 
 def _owned(address: int, size_bytes: int) -> np.ndarray[Any, Any]:
-    return lend_block(address, size_bytes, lambda address: _munmap(address, size_bytes))
+    return lend_block(address, size_bytes, lambda address: _unmap(address, size_bytes))
 
 
 def address_space_left() -> int | None:
     """Bytes of addresses that ``RLIMIT_AS`` leaves to this process; None for no limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
+    limit = _soft_limit(resource.RLIMIT_AS)
+    if limit is None:
         return None
     try:
         with open("/proc/self/statm") as file:
@@ -284,6 +310,32 @@ def address_space_left() -> int | None:
     except OSError:
         used = 0
     return max(0, limit - used)
+
+
+def huge_pages_setting() -> str | None:
+    """When the kernel gives huge pages: always, madvise or never; None where it does not say."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            found = file.read()
+    except OSError:
+        return None
+    _, _, chosen = found.partition("[")
+    return chosen.partition("]")[0] or None
+
+
+def data_limit() -> int | None:
+    """``RLIMIT_DATA`` in bytes; None for no limit."""
+    return _soft_limit(resource.RLIMIT_DATA)
+
+
+def open_files_limit() -> int | None:
+    """``RLIMIT_NOFILE``; None for no limit."""
+    return _soft_limit(resource.RLIMIT_NOFILE)
+
+
+def _soft_limit(kind: int) -> int | None:
+    limit, _ = resource.getrlimit(kind)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_out_of_memory(error: OSError) -> bool:

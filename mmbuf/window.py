@@ -45,7 +45,7 @@ class Window:
         window_size: int,
         cache_size: int | None,
         can_map: bool,
-        on_fork: Callable[[], None],
+        on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         self._window_size = window_size
         self._cache_size = cache_size
@@ -61,6 +61,8 @@ class Window:
         self.generator = np.random.default_rng(seeds)
         self._num_children = 0
         self._on_fork = on_fork  # called in a forked child, to make other locks anew
+        # Held while a reader's list changes, and by a fork: so that no child has half a change.
+        self.changing = threading.RLock()
         _windows.add(self)
 
     @property
@@ -125,8 +127,8 @@ class Window:
         storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
         cache = self.begin(schema)
         for key, entry, directory in items:
+            self._directories[key] = directory  # first: other threads find it by the list
             self.entries[key] = entry
-            self._directories[key] = directory
             self.total_samples += entry.num_samples
         slots = cache.open(
             (entry, files.join(directory, entry.file)) for _, entry, directory in items
@@ -153,6 +155,16 @@ class Window:
                 return
         if self.cache is not None and slots:
             self.cache.remove(slots)
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether `reclaim` has something to give back, as soon as no gather looks at it."""
+        return self.cache is not None and self.cache.has_evicted
+
+    def reclaim(self) -> None:
+        """Give back what left the window and is not looked at any more. Does not wait."""
+        if self.cache is not None:
+            self.cache.reclaim()
 
     def sort(self) -> None:
         """Put the list, of written trajectories only, in the order of the time of addition."""
@@ -328,6 +340,7 @@ class Window:
         self.generator = np.random.default_rng(self._seeds)
         self._num_children = 0
         self._list_lock = threading.Lock()
+        self.changing = threading.RLock()
         if self.cache is not None:
             self.cache.renew_locks()
         self._on_fork()
@@ -414,15 +427,35 @@ def _whole(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> Any:
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
+_forking = threading.RLock()  # one fork at a time: two could wait for each other's windows
+_held: list[Window] = []  # those that are kept from changing by the fork that goes on
+
+
 def _before_fork() -> None:
+    _forking.acquire()
     for window in list(_windows):
+        window.changing.acquire()
+        _held.append(window)
         window.count_fork()
 
 
+def _after_fork_in_parent() -> None:
+    while _held:
+        _held.pop().changing.release()
+    _forking.release()
+
+
 def _after_fork_in_child() -> None:
+    global _forking
+    _forking = threading.RLock()
+    _held.clear()
     for window in list(_windows):
         window.renew_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
+    )

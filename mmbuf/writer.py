@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from mmbuf import files, storage
 from mmbuf.budget import DiskBudget
@@ -22,6 +22,8 @@ from mmbuf.errors import WriteError
 from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.places import Slot
 
+_T = TypeVar("_T")
+
 MAX_PENDING_BYTES = 512 << 20
 _LOOK_S = 1.0  # waits end by themselves to look whether the thread still lives
 
@@ -29,9 +31,10 @@ _LOOK_S = 1.0  # waits end by themselves to look whether the thread still lives
 class TrajectoryWriter:
     """Writes slots of a cache to the store of ``index``.
 
-    ``submit``, ``wait_for_room``, ``flush``, ``clear``, ``load`` and ``close`` are for one thread
-    at a time. ``metadata()`` gives what the snapshots say beside the index; ``format_name`` is that
-    of the files. What ``budget`` has no room for is dropped once newer ones are written.
+    ``submit``, ``wait_for_room``, ``flush``, ``clear``, ``load``, ``stop`` and ``close`` are for
+    one thread at a time. ``metadata()`` gives what the snapshots say beside the index;
+    ``format_name`` is that of the files. What ``budget`` has no room for is dropped once newer ones
+    are written.
     """
 
     def __init__(
@@ -120,8 +123,11 @@ class TrajectoryWriter:
         """Unlink what is gone, once no gather is shown it any more."""
         self._call(self._index.remove_dead_files)
 
-    def close(self, *, wait: bool) -> int:
-        """End the thread; with ``wait`` write all before. How many trajectories were given up."""
+    def stop(self, *, wait: bool) -> int:
+        """End the thread; with ``wait`` write all before. How many trajectories were given up.
+
+        WriteError if that fails; then the thread goes on.
+        """
         if wait:
             self.flush(sync=False)
             self._call(self._write_snapshots)
@@ -130,8 +136,14 @@ class TrajectoryWriter:
             self._pending.clear()
             self.pending_bytes = 0
         self._executor.shutdown(wait=True)
-        self._index.close()
         return lost
+
+    def close(self) -> None:
+        """Close the journal, after `stop`; and so it is even if that is a WriteError."""
+        try:
+            self._index.close()
+        except OSError as error:
+            raise WriteError(f"{self._index.directory}: {error}") from error
 
     def _start(self) -> None:
         with self._changed:
@@ -146,11 +158,21 @@ class TrajectoryWriter:
                 self._changed.wait(_LOOK_S)
         self.raise_failure()
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+    def unsynced(self) -> set[str]:
+        """The uuids of those whose files may not be on the disk itself. Nothing may be pending."""
+        return self._call(self._index.unsynced)
+
+    def note_synced(self, uuids: set[str]) -> None:
+        """Somebody has brought their files to the disk itself, though not their names here."""
+        self._call(self._index.note_synced, uuids)
+
+    def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run something in the thread, after what is pending; OSError becomes WriteError."""
         try:
-            self._executor.submit(function, *arguments).result()
+            return self._executor.submit(function, *arguments).result()
         except OSError as error:
+            with self._changed:
+                self._failure = None  # an earlier one is told by this: the next call tries again
             raise WriteError(f"{self._index.directory}: {error}") from error
 
     # -- in the thread -------------------------------------------------------------------------

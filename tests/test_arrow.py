@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from data import DTYPES, bits, random_bits, trajectory
+from data import DTYPES, bits, bytes_of_text, random_bits, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -406,8 +406,8 @@ def test_describe_gives_back_entry_schema_and_checksums(written: Written) -> Non
     assert entry == written.entry
     assert schema == written.schema
     for i, rows in enumerate(written.rows):
-        strings = "".join(written.texts.get(i, [])).encode()
-        assert crcs[i] == zlib.crc32(rows.tobytes() + strings), schema.columns[i].name
+        text = bytes_of_text(written.texts.get(i))
+        assert crcs[i] == zlib.crc32(rows.tobytes() + text), schema.columns[i].name
 
 
 def test_describe_names_the_file_as_it_is_told(small: Written) -> None:

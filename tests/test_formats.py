@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import DTYPES, bits, contents_of, random_bits, trajectory
+from data import DTYPES, bits, bytes_of_text, contents_of, random_bits, trajectory
 
-from mmbuf import files
+from mmbuf import files, storage
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.formats import arrow, npy
@@ -234,18 +234,22 @@ def test_describe_gives_back_entry_and_schema(written: Written) -> None:
     assert written.describe()[:2] == (written.entry, written.schema)
 
 
+def test_what_was_written_is_whole(written: Written) -> None:
+    storage.verify(str(written.path), written.entry, written.schema)
+
+
 def test_describe_names_the_file_as_it_is_told(small: Written) -> None:
     entry = small.format.describe(str(small.path), "another")[0]
     assert entry == dataclasses.replace(small.entry, file="another")
 
 
-def test_checksums_are_those_of_the_rows_and_then_the_strings(written: Written) -> None:
+def test_checksums_are_those_of_the_rows_and_then_the_text(written: Written) -> None:
     crcs = written.describe()[2]
     if crcs is None:
         pytest.skip("the format has none")
     for i, rows in enumerate(written.rows):
-        strings = "".join(written.texts.get(i, [])).encode()
-        assert crcs[i] == zlib.crc32(rows.tobytes() + strings), written.schema.columns[i].name
+        text = bytes_of_text(written.texts.get(i))
+        assert crcs[i] == zlib.crc32(rows.tobytes() + text), written.schema.columns[i].name
 
 
 def test_the_entry_says_format_and_size(small: Written) -> None:

@@ -144,6 +144,7 @@ def test_the_journal_is_lines_as_documented(tmp_path: Path) -> None:
         store.add(SCHEMA, entry(0))
         store.clear()
     expected = [
+        {"event": "boot", "id": files.boot_id()},
         {"event": "schema", "version": 1, "columns": SCHEMA.to_json()},
         {"event": "add", "entry": json.loads(json.dumps(entry(0).to_json()))},
         {"event": "clear", "trajectory_counter": 1},
@@ -158,7 +159,9 @@ def test_a_store_is_continued_by_the_next_writer(tmp_path: Path) -> None:
         assert list(store.contents.entries) == [0, 1]
         store.add(SCHEMA, put_file(tmp_path, entry(2)))
     assert entries_of(tmp_path) == [entry(0), entry(1), entry(2)]
-    assert [event["event"] for event in events_of(tmp_path)] == ["schema", "add", "add", "add"]
+    assert [event["event"] for event in events_of(tmp_path)] == [
+        *("boot", "schema", "add", "add", "add")
+    ]
 
 
 def test_a_new_store_is_empty(tmp_path: Path) -> None:
@@ -308,7 +311,7 @@ def test_an_event_of_an_unknown_kind_is_passed_over(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert list(store.contents.entries) == [0, 1]
     assert [event["event"] for event in events_of(tmp_path)] == [
-        *("schema", "add", "priority", "add")
+        *("boot", "schema", "add", "priority", "add")
     ]
 
 
@@ -408,7 +411,7 @@ def test_a_writer_leaves_a_damaged_journal_as_it_is(tmp_path: Path) -> None:
     path.write_bytes(damaged)
     with pytest.raises(CorruptError, match="a damaged line before a valid one") as error:
         TrajectoryIndex(str(tmp_path))
-    assert error.value.offset == 0
+    assert error.value.offset == damaged.index(b'{"event": "schema"')
     assert path.read_bytes() == damaged
 
 
@@ -583,7 +586,7 @@ def test_files_of_dropped_trajectories_are_unlinked_at_open(tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == [JOURNAL, "trajectory_1_w.arrow"]
 
 
-def test_a_dead_name_outside_of_the_store_is_left_alone(tmp_path: Path) -> None:
+def test_a_dead_name_outside_of_the_store_is_damage_and_left_alone(tmp_path: Path) -> None:
     store_directory = tmp_path / "store"
     store_directory.mkdir()
     outside = tmp_path / "precious"
@@ -594,7 +597,7 @@ def test_a_dead_name_outside_of_the_store_is_left_alone(tmp_path: Path) -> None:
         line_of({"event": "add", "entry": entry(0, file="../precious").to_json()}),
     )
     append(store_directory, line_of({"event": "clear", "trajectory_counter": 1}))
-    with opened(store_directory):
+    with pytest.raises(CorruptError, match="precious"), opened(store_directory):
         pass
     assert outside.exists()
 
@@ -718,7 +721,7 @@ def test_snapshots_say_what_the_journal_says(tmp_path: Path, count: int) -> None
         }
         snapshot = json.loads((tmp_path / INDEX).read_text())
         assert list(snapshot) == [
-            *("trajectory_index", "trajectory_id_list", "version", "schema", "metadata")
+            *("trajectory_index", "trajectory_id_list", "version", "schema", "metadata", "crc")
         ]
         assert snapshot["trajectory_id_list"] == list(range(count))
         assert list(snapshot["trajectory_index"]) == [str(i) for i in range(count)]
@@ -831,7 +834,7 @@ def test_an_empty_checkpoint_is_read(tmp_path: Path) -> None:
 
 def test_the_order_of_a_checkpoint_is_that_of_its_list(tmp_path: Path) -> None:
     path = Path(write_checkpoint(tmp_path, 3))
-    snapshot = json.loads(path.read_text())
+    snapshot = without_crc(path)
     snapshot["trajectory_id_list"] = [2, 0, 1]
     path.write_text(json.dumps(snapshot))
     assert list(index.read(str(tmp_path))[0].entries) == [2, 0, 1]
@@ -852,6 +855,12 @@ def test_a_checkpoint_cut_at_any_byte_is_corrupt(tmp_path: Path) -> None:
         with pytest.raises(CorruptError) as error:
             index.read(str(tmp_path))
         assert error.value.path == path
+
+
+def without_crc(path: Path) -> Any:
+    snapshot = json.loads(path.read_text())
+    del snapshot["crc"]
+    return snapshot
 
 
 def _without(key: str) -> Callable[[dict[str, Any]], Any]:
@@ -900,10 +909,37 @@ def _with_entry(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 )
 def test_a_bad_checkpoint_is_corrupt(tmp_path: Path, change: Callable[[Any], Any]) -> None:
     path = Path(write_checkpoint(tmp_path, 2))
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    path.write_text(json.dumps(change(without_crc(path))))
     with pytest.raises(CorruptError) as error:
         index.read(str(tmp_path))
     assert error.value.path == str(path)
+
+
+def test_every_changed_byte_of_a_checkpoints_index_is_found(tmp_path: Path) -> None:
+    path = Path(write_checkpoint(tmp_path, 2))
+    expected, data = index.read(str(tmp_path))[0], path.read_bytes()
+    for at in range(len(data)):
+        for bit in (1, 16):
+            path.write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+            try:
+                contents = index.read(str(tmp_path))[0]
+            except (CorruptError, VersionError):
+                continue
+            # The name of the CRC itself: all else is as it was.
+            assert contents_equal(contents, expected), (at, bit)
+            assert at >= len(data) - 20
+
+
+def test_an_index_edited_by_hand_is_taken_without_its_crc(tmp_path: Path) -> None:
+    path = Path(write_checkpoint(tmp_path, 2))
+    snapshot = json.loads(path.read_text())
+    snapshot["trajectory_index"]["1"]["max_episode_length"] = 7
+    path.write_text(json.dumps(snapshot))
+    with pytest.raises(CorruptError, match="CRC-32"):
+        index.read(str(tmp_path))
+    del snapshot["crc"]
+    path.write_text(json.dumps(snapshot))
+    assert entries_of(tmp_path)[1].max_episode_length == 7
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"\xff\xfe", b"[" * 200_000, b"{}"])

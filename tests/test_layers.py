@@ -7,7 +7,7 @@ command line above the package, which it uses as anybody else would.
 ``os``, ``mmap``, ``ctypes``, ``filelock`` and ``resource`` belong to `files` and `vm`, so that a
 test can put another disk in their place. Elsewhere ``os`` is allowed for what never touches the
 disk: ``os.PathLike`` and ``os.fspath`` (a path as the caller gives it) and
-``os.register_at_fork``. `channel` alone may use ``fcntl.ioctl`` (how much of a socket is unread)
+``os.register_at_fork``. ``fcntl`` belongs to `files`; `channel` alone may use ``fcntl.ioctl`` (how much of a socket is unread)
 and ``open`` (of a descriptor that it was sent).
 """
 
@@ -43,6 +43,7 @@ RANKS = {
     "adapters.pt": 3,
     "adapters.pkl": 3,
     "storage": 4,
+    "salvage": 3,
     "sampling": 3,
     "places": 5,
     "cache": 6,
@@ -50,12 +51,15 @@ RANKS = {
     "writer": 7,
     "checkpoint": 8,
     "buffer": 9,
+    "doctor": 9,
+    "health": 9,
     "transfer": 9,
     "stores": 9,
     "reader": 10,
     "channel": 10,
     "collect": 10,
     "": 11,
+    "cli.health": 12,
     "cli.returns": 12,
     "cli.sac": 12,
     "cli.transfer": 12,
@@ -73,7 +77,7 @@ DOORS = {
     "ctypes": {"vm"},
     "resource": {"vm"},
     "filelock": {"files"},
-    "fcntl": set(),
+    "fcntl": {"files"},
     "shutil": set(),
     "tempfile": set(),
     "pathlib": set(),
@@ -81,6 +85,8 @@ DOORS = {
 # What of these others may use, since it touches neither disk nor memory.
 HARMLESS = {
     ("buffer", "os"): {"PathLike", "fspath"},
+    ("doctor", "os"): {"PathLike"},
+    ("health", "os"): {"PathLike"},
     ("reader", "os"): {"PathLike"},
     ("transfer", "os"): {"PathLike"},
     ("window", "os"): {"register_at_fork"},

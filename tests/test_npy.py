@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import bits, trajectory
+from data import bits, bytes_of_text, trajectory
 from test_formats import UUID, Written, every_dtype, is_refused
 from test_formats import write as write_format
 
@@ -194,7 +194,7 @@ def test_the_header_is_json_that_people_can_read(small: Written) -> None:
         "rows": 15,
         "crc32": f"{zlib.crc32(small.rows[2].tobytes()):08x}",
     }
-    text = zlib.crc32(small.rows[4].tobytes() + b"task 3task 4task 0")
+    text = zlib.crc32(small.rows[4].tobytes() + bytes_of_text(["task 3", "task 4", "task 0"]))
     assert columns[4] == {
         "path": ["curr_obs", "task"],
         "dtype": "text",

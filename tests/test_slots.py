@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,6 +34,11 @@ class Model:
     def drop_oldest(self) -> None:
         self.table.drop_oldest()
         del self.slots[0]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        kept = [self.slots[i] for i in indices]
+        self.table.keep(np.array([number for number, *_ in kept], np.int64))
+        self.slots = [(self.table.first_number + i, *rest) for i, (_, *rest) in enumerate(kept)]
 
     def view(self) -> View:
         return View(self.table, all(filled for *_, filled in self.slots))
@@ -243,6 +249,81 @@ def test_place_is_seen_by_new_views_and_not_by_old_ones() -> None:
     model.check(model.view(), model.slots)
 
 
+KEPT: dict[str, Callable[[list[int]], list[int]]] = {
+    "all": lambda indices: indices,
+    "none": lambda indices: [],
+    "the newest": lambda indices: indices[len(indices) // 3 :],
+    "the oldest": lambda indices: indices[: len(indices) // 3],
+    "all but one in the middle": lambda indices: [i for i in indices if i != len(indices) // 2],
+    "every third": lambda indices: indices[::3],
+    "both ends": lambda indices: sorted({indices[0], indices[-1]}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LENGTHS if name != "one very long"])
+def test_every_row_is_found_of_the_slots_that_are_kept(name: str) -> None:
+    for gap, which in itertools.product((0, 5), KEPT.values()):
+        model = Model(num_lanes=2)
+        fill(model, LENGTHS[name](), gap)
+        old, slots = model.view(), list(model.slots)
+        model.keep(which(list(range(len(slots)))))
+        model.check(model.view(), model.slots)
+        model.check(old, slots)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_row_is_found_of_slots_added_to_those_that_are_kept(name: str) -> None:
+    model = Model()
+    fill(model, LENGTHS[name]())
+    model.keep(range(0, len(model.slots), 2))
+    for i, num_rows in enumerate(LENGTHS[name]()):
+        model.append(num_rows, [10**7 + 10**6 * i])
+    model.check(model.view(), model.slots)
+
+
+def test_kept_slots_get_numbers_that_no_slot_had() -> None:
+    model = Model()
+    fill(model, [2] * 10)
+    for _ in range(3):
+        model.drop_oldest()
+    model.keep([0, 2, 5])
+    assert [number for number, *_ in model.slots] == [10, 11, 12]
+    assert model.append(1, [50]) == 13
+    assert [n for n in range(20) if model.table.is_in_window(n)] == [10, 11, 12, 13]
+
+
+def test_numbers_go_on_when_no_slot_is_kept() -> None:
+    model = Model()
+    fill(model, [2] * 10)
+    model.keep([])
+    assert (model.view().low, model.view().high) == (0, 0)
+    assert model.append(4, [0]) == 10
+    model.check(model.view(), model.slots)
+
+
+def test_slots_stay_filled_or_not_when_they_are_kept() -> None:
+    model = Model()
+    for i in range(9):
+        model.append(3, [3 * i] if i % 3 else None, is_filled=i % 2 == 0)
+    model.keep([1, 2, 3, 6, 8])
+    model.check(model.view(), model.slots)
+    model.table.set_filled(model.slots[0][0], True)
+    assert model.view().filled[:5].tolist() == [True, True, False, True, True]
+
+
+def test_dense_slots_need_the_search_only_behind_a_hole() -> None:
+    model = Model()
+    fill(model, [5] * 10)
+    model.keep(range(4, 10))
+    assert not model.view().needs_slots
+    model.keep([0, 1, 3, 4, 5])
+    assert model.view().needs_slots
+    model.drop_oldest()
+    model.drop_oldest()
+    assert not model.view().needs_slots
+    model.check(model.view(), model.slots)
+
+
 def test_row_numbers_of_a_gather_are_not_changed_by_it() -> None:
     model = Model(num_lanes=2)
     fill(model, [5, 6, 7], gap=1)
@@ -303,8 +384,13 @@ class TableMachine(RuleBasedStateMachine):
                 self.model.table.place(number, starts)
             slots[i] = (number, num_rows, starts, is_filled)
 
+    @rule(seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+    def keep_some(self, seed: int, share: float) -> None:
+        draws = np.random.default_rng(seed).random(len(self.model.slots))
+        self.model.keep((draws < share).nonzero()[0].tolist())
+
     @rule()
-    def keep(self) -> None:
+    def keep_view(self) -> None:
         self.kept.append((self.model.view(), list(self.model.slots)))
 
     @invariant()

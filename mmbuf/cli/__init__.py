@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 else:
     _missing = None
 
-    from mmbuf.cli import demo, transfer
+    from mmbuf.cli import demo, health, transfer
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -28,6 +28,9 @@ else:
     app.command()(transfer.merge)
     app.command()(transfer.split)
     app.command()(transfer.convert)
+    app.command()(health.verify)
+    app.command()(health.repair)
+    app.command()(health.doctor)
 
     def _show_version(is_asked: bool) -> None:
         if is_asked:

@@ -37,7 +37,7 @@ from mmbuf.entry import Entry, Part, Table
 from mmbuf.errors import CorruptError
 from mmbuf.formats import native
 from mmbuf.schema import Array, Column, Schema
-from mmbuf.vm import HUGE_PAGE, map_privately, round_up
+from mmbuf.vm import HUGE_PAGE, round_up
 
 NAME = "arrow"
 EXTENSION = ".arrow"
@@ -198,7 +198,7 @@ def load(path: str, entry: Entry, schema: Schema, *, can_map: bool) -> list[Arra
         source = Source(fd, path, entry, schema)
         source.check()
         if can_map:
-            memory = map_privately(fd, entry.size_bytes)
+            memory = native.private_pages(fd, path, entry.size_bytes)
         else:
             memory = np.empty(entry.size_bytes, np.uint8)
             native.read_into(fd, path, memory.data, 0)
@@ -234,7 +234,6 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             if not 0 < head_bytes <= footer_at:
                 raise ValueError(f"a head of {head_bytes} bytes")
             head = _Flatbuffer(bytearray(files.read_at(fd, head_bytes, 0)))
-            _check_lengths(head, footer, header.schema, header.entry.num_samples)
             parts = _parts(head, footer, header.schema, header.rows)
             for column, part in zip(header.schema.columns, parts, strict=True):
                 if not _is_within(part, column, header.entry.num_samples, size):
@@ -249,29 +248,49 @@ def verify(path: str, entry: Entry, schema: Schema) -> None:
     """CorruptError unless all of the file is as it was written; as `storage.Format.verify`."""
     found, found_schema, crcs = describe(path, entry.file)
     native.check_same(path, entry, schema, found, found_schema)
-    _check_messages(path, schema)
+    _check_for_others(path, entry, schema)
     with files.opened(path) as fd:
         source = Source(fd, path, entry, schema)
         source.check()
         native.check_crcs(path, entry, schema, crcs, source._read, source)
 
 
-def _check_messages(path: str, schema: Schema) -> None:
-    """CorruptError unless pyarrow finds our columns and one header at both places of the schema."""
+def _check_for_others(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless pyarrow finds our columns, where they lie for us, and one header."""
     texts = {i: [""] for i, column in enumerate(schema.columns) if column.is_text}
     expected = pa.ipc.open_file(bytes(_one_row_file(schema, "", texts))).schema
-    with files.opened_file(path) as file:
-        try:
-            in_footer = pa.ipc.open_file(file).schema
-            file.seek(_SCHEMA_AT)
-            in_head = pa.ipc.open_stream(file).schema
-        except (pa.ArrowException, ValueError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # the disk's, not pyarrow's
-            raise CorruptError(path, f"pyarrow cannot read its schema: {error}") from error
-    for found in (in_footer, in_head):
-        if not found.equals(expected) or found.metadata != in_footer.metadata:
-            raise CorruptError(path, "the schema for other readers is not that of the header.")
+    with files.opened(path) as fd:
+        buffer = pa.py_buffer(native.private_pages(fd, path, entry.size_bytes))
+    try:
+        reader = pa.ipc.open_file(buffer)
+        schemas = reader.schema, pa.ipc.open_stream(buffer.slice(_SCHEMA_AT)).schema
+        batch = reader.get_batch(0)
+        batch.validate()
+        found = [_places(array) for array in batch.columns]
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise CorruptError(path, f"pyarrow cannot read it: {error}") from error
+    if any(not s.equals(expected) or s.metadata != schemas[0].metadata for s in schemas):
+        raise CorruptError(path, "the schema for other readers is not that of the header.")
+    places = []
+    for column, part in zip(schema.columns, entry.parts, strict=True):
+        if column.row_bytes:
+            places.append((entry.num_samples, [buffer.address + part.offset]))
+            if part.table is not None:
+                at = buffer.address + part.table.offsets_at, buffer.address + part.table.bytes_at
+                places[-1][1].extend(at)
+    if batch.num_rows != entry.num_samples or found != places:
+        raise CorruptError(path, "the columns for other readers lie elsewhere than for us.")
+
+
+def _places(array: pa.Array) -> tuple[int, list[int]]:
+    """How many rows a column has, none of them null, and where its data lie in memory."""
+    if array.null_count or array.offset:
+        raise ValueError(f"{array.null_count} nulls, first row {array.offset}")
+    if isinstance(array, pa.DictionaryArray):
+        arrays = [array.indices, array.dictionary]
+    else:
+        arrays = [array.storage if isinstance(array, pa.ExtensionArray) else array]
+    return len(array), [b.address for part in arrays for b in part.buffers() if b is not None]
 
 
 def _read_header(path: str, footer: _Flatbuffer) -> dict[str, Any]:
@@ -376,27 +395,6 @@ def _parts(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, rows: list[in
         table = tables.pop(0) if column.is_text else None
         parts[i] = Part(head_bytes + head.int64(places[-1]), n, table)
     return parts
-
-
-def _check_lengths(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, num_rows: int) -> None:
-    """ValueError unless the record batch has ``num_rows`` rows for other readers too."""
-    _, batch = head.record_batch(footer.batch_block()[0])
-    lengths = []
-    for column in schema.columns:
-        if column.row_bytes:
-            lengths.append(num_rows)
-            if not (_is_primitive(column) or column.is_text):
-                lengths.append(num_rows * column.row_bytes // _value_bytes(column))
-    nodes = [(head.int64(at), head.int64(at + 8)) for at in head.vector(batch, 1, 16)]
-    if head.int64(head.field(batch, 0)) != num_rows or nodes != [(n, 0) for n in lengths]:
-        raise ValueError(f"a record batch of other rows than {num_rows}, or with nulls")
-    if head.find(batch, 3) is not None:
-        raise ValueError("a compressed record batch")
-
-
-def _value_bytes(column: Column) -> int:
-    size = column.storage.itemsize
-    return size // 2 if column.storage.name.startswith("complex") else size
 
 
 def _tables(head: _Flatbuffer, footer: _Flatbuffer) -> Iterator[Table]:

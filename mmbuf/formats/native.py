@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mmbuf import files
-from mmbuf.entry import Entry, checked_shape
+from mmbuf.entry import Entry, checked_shape, checked_uuid
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.schema import Array, Schema
+from mmbuf.vm import is_out_of_memory, map_privately
 
 VERSION = 1
 
@@ -99,7 +100,7 @@ def take_apart(header: dict[str, Any], format_name: str, file: str) -> Header:
     schema = Schema.from_json(header["columns"])
     rows = [int(column["rows"]) for column in header["columns"]]
     entry = Entry(
-        str(header["uuid"]),
+        checked_uuid(header["uuid"]),
         int(header["trajectory_id"]),
         checked_shape(header["shape"]),
         int(header["max_episode_length"]),
@@ -119,6 +120,21 @@ def read_into(fd: int, path: str, view: memoryview, offset: int) -> None:
         files.read_into(fd, view, offset)
     except EOFError as error:
         raise CorruptError(path, f"expected more rows: {error}.", offset=offset) from error
+
+
+def private_pages(fd: int, path: str, size_bytes: int) -> Array:
+    """The beginning of a file as ``uint8 [size_bytes]``, the caller's to change: its private pages.
+
+    A copy where no mapping is left.
+    """
+    try:
+        return map_privately(fd, size_bytes)
+    except OSError as error:
+        if not is_out_of_memory(error):
+            raise
+    memory = np.empty(size_bytes, np.uint8)
+    read_into(fd, path, memory.data, 0)
+    return memory
 
 
 def read_rows(

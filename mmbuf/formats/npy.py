@@ -205,7 +205,7 @@ def load(path: str, entry: Entry, schema: Schema, *, can_map: bool) -> list[Arra
                 leaves.append([strings[code] for code in codes.tolist()])
             elif can_map and size >= vm.MAP_THRESHOLD:
                 fd, offset = source.location(position)
-                memory = vm.map_privately(fd, offset + size)
+                memory = native.private_pages(fd, path, offset + size)
                 leaves.append(memory[offset:].view(column.storage).reshape(shape))
             else:
                 rows = np.empty(shape, column.storage)
