@@ -71,8 +71,8 @@ CASES = (
     "refresh",
 )
 NUM_READERS = 4
-# So many times as many rows are sampled as there are, for every page to be touched: an image row has
-# pages of its own, and six times draw 99.8 % of the rows; of state rows 32 or more share a page.
+# So many times as many rows are sampled as there are, for every page to be touched: an image row
+# has pages of its own, and six times draw 99.8 % of the rows; of state rows 32 or more share one.
 IMAGE_PASSES, STATE_PASSES = 6, 1
 TIMEOUT_S = 300.0
 clock_ns = time.monotonic_ns  # one clock for all processes
@@ -368,12 +368,13 @@ def sample_first(name: str, directory: Path, *, is_tiny: bool) -> Case:
     batches = {0: "first batch", 1: "second batch", 9: "tenth batch"}
     files = "map the files of the first"
     times: dict[str, list[float]] = {key: [] for key in ("open", *batches.values(), files)}
-    num_filled, num_maps, num_beyond = [], [], []
+    num_filled, num_maps, num_beyond, grown = [], [], [], []
     with timing.frozen_gc():
         for seed in range(2 if is_tiny else 15):
             start = clock()
             reader = ReplayReader(store, seed=seed)
             times["open"].append(clock() - start)
+            anonymous = memory_of(os.getpid()).anonymous
             drawn: set[int] = set()
             for i in range(10):
                 start = clock()
@@ -386,6 +387,7 @@ def sample_first(name: str, directory: Path, *, is_tiny: bool) -> Case:
                 if i == 0:
                     num_filled.append(stats["cache_filled"])
                     num_maps.append(stats["cache_maps"])
+                    grown.append(memory_of(os.getpid()).anonymous - anonymous)
                     start = clock()
                     map_files([paths[position] for position in drawn])
                     times[files].append(clock() - start)
@@ -397,9 +399,13 @@ def sample_first(name: str, directory: Path, *, is_tiny: bool) -> Case:
         f"fills {filled:.0f} slots with {statistics.median(num_maps):.0f} mappings,"
         f" {rows[1].median / filled * 1e6:.0f} µs a slot"
     )
+    remarks = [
+        f"anonymous memory grows by {statistics.median(grown) / 1e6:.1f} MB with the first batch;"
+        f" the slots that it fills have {filled * numbered.size_bytes / 1e6:.1f}"
+    ]
     bar = Bar("slots filled beyond those drawn: none", max(num_beyond), 0, unit="")
     title = f"{num_trajectories:,} state trajectories of {list(shape)}"
-    return Case(name, title, rows, [bar], "ms")
+    return Case(name, title, rows, [bar], "ms", remarks)
 
 
 def sample_for(

@@ -346,7 +346,8 @@ class TrajectoryReplayBuffer:
                 synced: set[str] = set()
                 if self._writer is not None and unsynced is not None:
                     synced = self._synced(self._writer, entries, unsynced)
-                checkpoint.save(path, contents, metadata, put, trajectory_format, synced)
+                in_use = self._window.files_in(path)
+                checkpoint.save(path, contents, metadata, put, trajectory_format, synced, in_use)
             except (FileExistsError, NotADirectoryError):
                 raise
             except OSError as error:

@@ -46,14 +46,16 @@ def save(
     put: Put,
     trajectory_format: str | None,
     synced: Collection[str] = (),
+    in_use: Collection[str] = (),
 ) -> None:
     """Save ``contents`` to ``directory`` and bring it to the disk itself.
 
     ``put(entry, path, format)`` brings a trajectory's file to ``path``, complete when it appears.
     ``trajectory_format`` None: each file's own, and ``metadata["trajectory_format"]`` for what has
     no file yet. ``synced`` are the uuids of those whose files are on the disk itself: links to them
-    need no sync, which would cost more than all the rest. OSError as the system gives it; then the
-    old checkpoint is whole.
+    need no sync, which would cost more than all the rest. ``in_use`` are files in ``directory``
+    that somebody still reads: they stay until a later save, listed or not. OSError as the system
+    gives it; then the old checkpoint is whole.
     """
     default = trajectory_format or str(metadata["trajectory_format"])
     wanted = {
@@ -64,7 +66,7 @@ def save(
     common = formats.pop() if len(formats) == 1 else default
     metadata = {**metadata, "trajectory_format": common}
     if files.exists(directory):
-        _save_into(directory, contents, metadata, put, wanted, synced)
+        _save_into(directory, contents, metadata, put, wanted, synced, in_use)
         return
     parent = files.directory_of(directory)
     files.make_directory(parent)
@@ -89,6 +91,7 @@ def _save_into(
     put: Put,
     wanted: dict[str, str],
     synced: Collection[str],
+    in_use: Collection[str],
 ) -> None:
     if not files.is_directory(directory):
         raise NotADirectoryError(f"save_path: expected a directory, got a file: {directory}")
@@ -99,9 +102,9 @@ def _save_into(
     files.remove_temporaries(directory)
     listed = _old_entries(directory)
     old = {entry.uuid: entry for entry in listed}
-    _take_back_unfinished(directory, {entry.file for entry in listed})
+    left = _take_back_unfinished(directory, {entry.file for entry in listed}, in_use)
     here = set(files.names_in(directory))
-    dropped = here.intersection(entry.file for entry in listed)
+    dropped = here.intersection(entry.file for entry in listed) | left
     saved = _saved(contents)
     new: list[tuple[Entry, str]] = []
     for entry in contents.entries.values():
@@ -121,9 +124,10 @@ def _save_into(
     for entry, format_name in new:
         saved.entries[entry.trajectory_id] = _placed(directory, entry, put, format_name, synced)
     _commit(directory, saved, contents, metadata)
-    for name in dropped:
+    for name in dropped.difference(in_use):
         files.remove(files.join(directory, name))
-    files.unlink(files.join(directory, SAVING))
+    if dropped.isdisjoint(in_use):
+        files.unlink(files.join(directory, SAVING))
 
 
 def _placed(
@@ -161,18 +165,22 @@ def _old_entries(directory: str) -> list[Entry]:
         return []
 
 
-def _take_back_unfinished(directory: str, listed: set[str]) -> None:
-    """Remove what a save that did not come to its end has put here, or left to be removed."""
+def _take_back_unfinished(directory: str, listed: set[str], in_use: Collection[str]) -> set[str]:
+    """Remove what an earlier save put here in vain, or left to be removed; what is still in use."""
     path = files.join(directory, SAVING)
     if not files.exists(path):
-        return
+        return set()
     try:
         names = {str(name) for name in json.loads(files.read(path))}
     except (ValueError, TypeError, RecursionError):
         names = set()
-    for name in names.intersection(files.names_in(directory)) - listed:
+    unlisted = names.intersection(files.names_in(directory)) - listed
+    for name in unlisted.difference(in_use):
         files.remove(files.join(directory, name))
-    files.unlink(path)
+    left = unlisted.intersection(in_use)
+    if not left:
+        files.unlink(path)
+    return left
 
 
 def _name(entry: Entry, format_name: str) -> str:

@@ -110,7 +110,7 @@ def _file_system(directory: str) -> Remark:
 def _page_size() -> Remark:
     remedy = "Columns begin on smaller pages: they are copied, not mapped. Use a kernel of 4 KiB."
     is_large = vm.PAGE > _LARGEST_PAGE
-    return _remark("page bytes", vm.PAGE, _LARGEST_PAGE, remedy if is_large else "")
+    return _remark("page bytes", vm.PAGE, None, remedy if is_large else "")
 
 
 def _huge_pages() -> Remark:

@@ -1,10 +1,9 @@
 """The only door to the disk: names, whole writes, atomic replacement, sync, locks.
 
 All functions raise OSError as the operating system gives it, with the path where there is one. What
-is opened or measured is a file itself: a symbolic link, which may lead out of the store, a pipe or a
-device in its place is a CorruptError.
-They are called as ``files.function`` throughout, so that a test can put another disk in their
-place.
+is opened or measured is a file itself: a symbolic link, which may lead out of the store, a pipe or
+a device in its place is a CorruptError. They are called as ``files.function`` throughout, so that a
+test can put another disk in their place.
 """
 
 from __future__ import annotations

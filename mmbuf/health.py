@@ -89,35 +89,45 @@ def verify(
     names = set(files.names_in(directory))
     found = _read(directory)
     schema = None if found.is_truth_damaged else found.schema
+    unlisted = {name for name in names if _is_trajectory(name)}
+    unlisted -= {entry.file for entry in found.entries}
+    items: list[Entry | str] = [*found.entries]
+    if found.is_truth_damaged:
+        items += sorted(unlisted)  # any of them may have been listed
     results = _each(
-        lambda entry: _damage_of(directory, entry, schema), found.entries, num_threads, on_progress
+        lambda item: _damage_of(directory, item, schema), items, num_threads, on_progress
     )
-    damaged = [
-        (entry, finding)
-        for entry, finding in zip(found.entries, results, strict=True)
-        if finding is not None
-    ]
-    listed = {entry.file for entry in found.entries}
-    unlisted = {name for name in names - listed if _is_trajectory(name)}
+    damaged = [(i, finding) for i, finding in zip(items, results, strict=True) if finding]
     if damaged or unlisted:
         # A writer may have dropped and added some since.
         now = _read(directory)
         left = {(entry.uuid, entry.file) for entry in now.entries}
-        damaged = [(e, finding) for e, finding in damaged if (e.uuid, e.file) in left]
+        here = set(files.names_in(directory))
+        damaged = [
+            (item, finding)
+            for item, finding in damaged
+            if (item in here if isinstance(item, str) else (item.uuid, item.file) in left)
+        ]
         unlisted -= {entry.file for entry in now.entries}
-        unlisted &= set(files.names_in(directory))
+        unlisted -= {item for item, _ in damaged if isinstance(item, str)}
+        unlisted &= here
         found.dead_files |= now.dead_files
     findings = [Finding(error.path, error.what, True) for error in found.damage]
     findings += [finding for _, finding in damaged]
     return findings + _remarks(directory, found, unlisted)
 
 
-def _damage_of(directory: str, entry: Entry, schema: Schema | None) -> Finding | None:
-    path = files.join(directory, entry.file)
+def _damage_of(directory: str, item: Entry | str, schema: Schema | None) -> Finding | None:
+    """What is wrong with a file, by its entry or by its name only."""
+    name = item if isinstance(item, str) else item.file
+    path = files.join(directory, name)
     try:
-        if schema is None and entry.format in storage.FORMATS:
-            schema = storage.FORMATS[entry.format].describe(path, entry.file)[1]
-        storage.verify(path, entry, schema or Schema(()))
+        format_ = storage.format_of(name)
+        if isinstance(item, str) or (schema is None and format_ is not None):
+            assert format_ is not None
+            found, schema, _ = format_.describe(path, name)
+            item = found if isinstance(item, str) else item
+        storage.verify(path, item, schema or Schema(()))
     except FileNotFoundError:
         return Finding(path, "expected a trajectory's file, got none.", True)
     except CorruptError as error:
@@ -144,7 +154,7 @@ def _remarks(directory: str, found: Salvage, unlisted: set[str]) -> list[Finding
         elif not is_written:
             remark(name, "of a trajectory that was dropped; the next writer removes it.")
     for name in sorted(unlisted & unfinished):
-        remark(name, "of a checkpoint that was not saved to its end; the next one removes it.")
+        remark(name, "of an earlier or an unfinished save; the next one removes it.")
     if not is_written:
         for name in sorted(files.temporaries_in(directory)):
             remark(name, "left half written; the next writer removes it.")

@@ -490,7 +490,7 @@ def _load_event(contents: Contents) -> dict[str, Any]:
 
 
 def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:
-    """Replace ``metadata.json`` and ``trajectory_index.json`` in ``directory``."""
+    """Replace ``trajectory_index.json`` and ``metadata.json`` in ``directory``."""
     counts = {
         **metadata,
         "size": len(contents.entries),
@@ -498,8 +498,9 @@ def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]
         "trajectory_counter": contents.trajectory_counter,
         "id_step": contents.id_step,
     }
-    files.replace(files.join(directory, METADATA), [json.dumps(counts).encode()])
+    # First the index, which is the truth of a checkpoint and has all that the other one says.
     files.replace(files.join(directory, INDEX), _sealed(_encode_snapshot(contents, counts)))
+    files.replace(files.join(directory, METADATA), [json.dumps(counts).encode()])
 
 
 def _sealed(blocks: Iterable[bytes]) -> Iterator[bytes]:

@@ -301,41 +301,24 @@ def _owned(address: int, size_bytes: int) -> np.ndarray[Any, Any]:
 
 def address_space_left() -> int | None:
     """Bytes of addresses that ``RLIMIT_AS`` leaves to this process; None for no limit."""
-    limit = _soft_limit(resource.RLIMIT_AS)
-    if limit is None:
+    return _left(resource.RLIMIT_AS, 0)
+
+
+def memory_left() -> int | None:
+    """Bytes of private memory that ``RLIMIT_DATA`` leaves to this process; None for no limit."""
+    return _left(resource.RLIMIT_DATA, 5)
+
+
+def _left(what: int, field: int) -> int | None:
+    limit, _ = resource.getrlimit(what)
+    if limit == resource.RLIM_INFINITY:
         return None
     try:
         with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * PAGE
+            used = int(file.read().split()[field]) * PAGE
     except OSError:
         used = 0
     return max(0, limit - used)
-
-
-def huge_pages_setting() -> str | None:
-    """When the kernel gives huge pages: always, madvise or never; None where it does not say."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
-            found = file.read()
-    except OSError:
-        return None
-    _, _, chosen = found.partition("[")
-    return chosen.partition("]")[0] or None
-
-
-def data_limit() -> int | None:
-    """``RLIMIT_DATA`` in bytes; None for no limit."""
-    return _soft_limit(resource.RLIMIT_DATA)
-
-
-def open_files_limit() -> int | None:
-    """``RLIMIT_NOFILE``; None for no limit."""
-    return _soft_limit(resource.RLIMIT_NOFILE)
-
-
-def _soft_limit(kind: int) -> int | None:
-    limit, _ = resource.getrlimit(kind)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_out_of_memory(error: OSError) -> bool:

@@ -293,6 +293,14 @@ class Window:
         file = self.entries[key].file
         return files.join(self._directories[key], file) if file else ""
 
+    def files_in(self, directory: str) -> set[str]:
+        """Names of the files of this directory that are read when their rows are drawn."""
+        return {
+            self.entries[key].file
+            for key, other in list(self._directories.items())
+            if other == directory and key in self.entries
+        }
+
     def get_stats(self) -> dict[str, int]:
         """Counts of the list, the window and the cache."""
         stats = {"num_trajectories": len(self.entries), "total_samples": self.total_samples}

@@ -1249,11 +1249,11 @@ def test_a_store_of_a_newer_version_is_refused_and_left_as_it_is(tmp_path: Path)
         fill(buffer, 1)
     journal = tmp_path / "journal.jsonl"
     lines = journal.read_bytes().splitlines()
-    event = json.loads(lines[0])
+    event = json.loads(lines[1])
     assert (event["event"], event["version"]) == ("schema", 1)
     del event["crc"]
     body = json.dumps(event | {"version": 2}).encode()[:-1]
-    lines[0] = body + f', "crc": "{zlib.crc32(body):08x}"}}'.encode()
+    lines[1] = body + f', "crc": "{zlib.crc32(body):08x}"}}'.encode()
     journal.write_bytes(b"\n".join(lines) + b"\n")
     before = contents_of(tmp_path)
     with pytest.raises(VersionError, match="expected store version 1 or older, got 2") as first:

@@ -16,6 +16,7 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -398,20 +399,18 @@ def test_others_add_and_sample_while_one_saves(tmp_path: Path, is_saved: bool) -
     is_done = threading.Event()
     failures: list[BaseException] = []
 
-    def repeat(work: Callable[[], object]) -> None:
+    def repeat(work: Callable[[int], object]) -> None:
         try:
-            while not is_done.is_set():
-                work()
+            for i in range(3, 300):
+                if is_done.is_set():
+                    break
+                work(i)
         except BaseException as failure:
             failures.append(failure)
 
-    numbers = iter(range(3, 1_000_000))
     with made(tmp_path / "live", is_saved, sample_window_size=3) as buffer:
         add(buffer, 0, 1, 2, image=(64, 64))
-        works = [
-            lambda: add(buffer, next(numbers), image=(64, 64)),
-            lambda: sampled(buffer),
-        ]
+        works = [lambda i: add(buffer, i, image=(64, 64)), lambda _: sampled(buffer)]
         threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
         for thread in threads:
             thread.start()
@@ -427,6 +426,45 @@ def test_others_add_and_sample_while_one_saves(tmp_path: Path, is_saved: bool) -
         ids = held_in(tmp_path / f"checkpoint {i}")
         first = min(ids)
         assert ids == same(first, first + 1, first + 2)
+
+
+@pytest.mark.xfail(strict=True, reason="note_synced waits until nothing at all is pending")
+def test_a_save_ends_though_others_add_faster_than_is_written(
+    live: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_done = threading.Event()
+    write = storage.write
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.01)
+        return write(*arguments)
+
+    with made(live, sample_window_size=3) as buffer:
+        add(buffer, 0, 1, 2)
+        buffer.flush()
+        monkeypatch.setattr(storage, "write", slow)
+        monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.02))
+
+        def go_on() -> None:
+            for i in range(3, 400):
+                if is_done.wait(0.005):
+                    break
+                add(buffer, i)
+
+        threads = [
+            threading.Thread(target=go_on),
+            threading.Thread(target=buffer.save_checkpoint, args=(path,)),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            threads[1].join(1.5)
+            assert not threads[1].is_alive()
+        finally:
+            monkeypatch.setattr(storage, "write", write)
+            is_done.set()
+            for thread in threads:
+                thread.join()
 
 
 # -- formats -------------------------------------------------------------------------------------
@@ -897,7 +935,6 @@ def test_what_an_interrupted_save_left_is_gone_after_another_one_of_other_trajec
             assert tiny_in(path) == same(3, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="metadata.json is replaced before the index")
 def test_a_directory_of_rlinf_is_the_old_or_the_new_one_when_a_save_over_it_is_interrupted(
     tmp_path: Path,
 ) -> None:
@@ -1683,7 +1720,6 @@ def test_a_buffer_that_saves_where_it_loaded_from_keeps_its_rows(path: Path, for
     save_where_it_was_loaded_from(path, form, None)
 
 
-@pytest.mark.xfail(strict=True, raises=CorruptError, reason="it unlinks what it still maps")
 @pytest.mark.parametrize(("form", "other"), [("arrow", "pt"), ("pt", "arrow")])
 def test_a_buffer_that_converts_where_it_loaded_from_keeps_its_rows(
     path: Path, form: str, other: str

@@ -257,8 +257,7 @@ def verify(path: str, entry: Entry, schema: Schema) -> None:
 
 def _check_for_others(path: str, entry: Entry, schema: Schema) -> None:
     """CorruptError unless pyarrow finds our columns, where they lie for us, and one header."""
-    texts = {i: [""] for i, column in enumerate(schema.columns) if column.is_text}
-    expected = pa.ipc.open_file(bytes(_one_row_file(schema, "", texts))).schema
+    expected = _schema_for_others(schema)
     with files.opened(path) as fd:
         buffer = pa.py_buffer(native.private_pages(fd, path, entry.size_bytes))
     try:
@@ -276,10 +275,17 @@ def _check_for_others(path: str, entry: Entry, schema: Schema) -> None:
         if column.row_bytes:
             places.append((entry.num_samples, [buffer.address + part.offset]))
             if part.table is not None:
-                at = buffer.address + part.table.offsets_at, buffer.address + part.table.bytes_at
-                places[-1][1].extend(at)
+                places[-1][1].append(buffer.address + part.table.offsets_at)
+                if part.table.num_bytes:
+                    places[-1][1].append(buffer.address + part.table.bytes_at)
     if batch.num_rows != entry.num_samples or found != places:
         raise CorruptError(path, "the columns for other readers lie elsewhere than for us.")
+
+
+@functools.lru_cache(maxsize=16)
+def _schema_for_others(schema: Schema) -> pa.Schema:
+    texts = {i: [""] for i, column in enumerate(schema.columns) if column.is_text}
+    return pa.ipc.open_file(bytes(_one_row_file(schema, "", texts))).schema
 
 
 def _places(array: pa.Array) -> tuple[int, list[int]]:
@@ -290,7 +296,7 @@ def _places(array: pa.Array) -> tuple[int, list[int]]:
         arrays = [array.indices, array.dictionary]
     else:
         arrays = [array.storage if isinstance(array, pa.ExtensionArray) else array]
-    return len(array), [b.address for part in arrays for b in part.buffers() if b is not None]
+    return len(array), [b.address for part in arrays for b in part.buffers() if b]
 
 
 def _read_header(path: str, footer: _Flatbuffer) -> dict[str, Any]:
