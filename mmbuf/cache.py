@@ -83,6 +83,8 @@ class TrajectoryCache:
         ]
         self._widest = max(column.row_bytes for column in schema.columns)
         self._pool = BatchPool()
+        left = vm.memory_left()
+        self._spared_bytes = None if left is None else left // 2
         self._table = SlotTable(len(self._places.lanes))
         self._view = View(self._table, is_filled=True)
         self._slots: dict[int, Slot] = {}
@@ -116,6 +118,9 @@ class TrajectoryCache:
                 with self._lock:
                     self._places.give_back(place)
             if isinstance(error, OSError) and vm.is_out_of_memory(error):
+                with self._lock:
+                    if any(slot.path or not slot.is_written for slot in self._resident):
+                        return None  # these can be read from their files instead
                 raise MemoryError(f"a trajectory of {payload.size_bytes} bytes: {error}") from error
             raise
         slot = Slot(entry, "", payload.rows, is_written, True, place)
@@ -448,9 +453,13 @@ class TrajectoryCache:
     def _find_place(self, rows: tuple[int, ...]) -> Place | None:
         """A place for what can be read from a file if there is none."""
         try:
-            return self._places.find(rows)
+            return None if self._is_short_of_memory() else self._places.find(rows)
         except OSError:
             return None
+
+    def _is_short_of_memory(self) -> bool:
+        """Whether half of what ``RLIMIT_DATA`` left to us is spent; the rest is for batches."""
+        return self._spared_bytes is not None and (vm.memory_left() or 0) < self._spared_bytes
 
     # -- pages -----------------------------------------------------------------------------------
 

@@ -432,39 +432,45 @@ def test_others_add_and_sample_while_one_saves(tmp_path: Path, is_saved: bool) -
 def test_a_save_ends_though_others_add_faster_than_is_written(
     live: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_done = threading.Event()
-    write = storage.write
+    is_saving, is_done = threading.Event(), threading.Event()
+    write, sync_whole = storage.write, files.sync_whole
 
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.01)
+    def wait_for_pending() -> None:
+        while buffer.get_stats()["pending_trajectories"] < 2 and not is_done.is_set():
+            time.sleep(0.001)
+
+    def slow_sync(file: str) -> None:
+        is_saving.set()
+        wait_for_pending()
+        sync_whole(file)
+
+    def slow_write(*arguments: Any) -> Any:
+        if is_saving.is_set():
+            wait_for_pending()
         return write(*arguments)
 
+    def go_on() -> None:
+        is_saving.wait(20)
+        for i in range(3, 10_000):
+            if is_done.wait(0.002):
+                break
+            add(buffer, i)
+
+    monkeypatch.setattr(files, "sync_whole", slow_sync)
+    monkeypatch.setattr(storage, "write", slow_write)
     with made(live, sample_window_size=3) as buffer:
         add(buffer, 0, 1, 2)
-        buffer.flush()
-        monkeypatch.setattr(storage, "write", slow)
-        monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.02))
-
-        def go_on() -> None:
-            for i in range(3, 400):
-                if is_done.wait(0.005):
-                    break
-                add(buffer, i)
-
-        threads = [
-            threading.Thread(target=go_on),
-            threading.Thread(target=buffer.save_checkpoint, args=(path,)),
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            threads[1].join(1.5)
-            assert not threads[1].is_alive()
-        finally:
-            monkeypatch.setattr(storage, "write", write)
-            is_done.set()
-            for thread in threads:
-                thread.join()
+        adding = threading.Thread(target=go_on)
+        saving = threading.Thread(target=buffer.save_checkpoint, args=(path,))
+        adding.start()
+        saving.start()
+        saving.join(3)
+        has_ended = not saving.is_alive()
+        is_done.set()
+        adding.join()
+        saving.join()
+    assert has_ended
+    assert held_in(path) == same(0, 1, 2)
 
 
 # -- formats -------------------------------------------------------------------------------------

@@ -732,7 +732,7 @@ def test_children_forked_while_a_thread_refreshes_follow_the_store(tmp_path: Pat
         thread = threading.Thread(target=refresh)
         thread.start()
         try:
-            for _ in range(40):
+            for _ in range(25):
                 with Child(follow_and_end, reader) as child:
                     child.result(20)
         finally:

@@ -7,8 +7,8 @@ command line above the package, which it uses as anybody else would.
 ``os``, ``mmap``, ``ctypes``, ``filelock`` and ``resource`` belong to `files` and `vm`, so that a
 test can put another disk in their place. Elsewhere ``os`` is allowed for what never touches the
 disk: ``os.PathLike`` and ``os.fspath`` (a path as the caller gives it) and
-``os.register_at_fork``. ``fcntl`` belongs to `files`; `channel` alone may use ``fcntl.ioctl`` (how much of a socket is unread)
-and ``open`` (of a descriptor that it was sent).
+``os.register_at_fork``. ``fcntl`` belongs to `files`; `channel` alone may use ``fcntl.ioctl`` (how
+much of a socket is unread) and ``open`` (of a descriptor that it was sent).
 """
 
 from __future__ import annotations
