@@ -113,7 +113,8 @@ class Lane:
             for range_ in self.ranges:
                 range_.commit(extent.start, extent.stop)
         elif extent.stop > self._populated and self._populated < self._committed:
-            # As far ahead as is committed: a fault for each page would cost more than the copy.
+            # As far ahead as is committed, since a fault for each page would cost more than the
+            # copy; and by huge pages, since random rows of them are looked up faster.
             start = max(_floor(extent.start), self._populated)
             for range_ in self.ranges:
                 range_.populate(start, self._committed)
@@ -211,12 +212,11 @@ class Lane:
         if stop <= start:
             return
         # Ahead of need, since a system call per column and trajectory would cost more than a copy;
-        # and by whole huge pages once there are many rows, since random rows of them are looked up
-        # faster.
+        # and as far as whole huge pages go once there are many rows (see `commit`).
         ahead = start + _COMMIT_STEP if start < HUGE_PAGE else round_up(stop, HUGE_PAGE)
         stop = max(stop, min(ahead, self._roof(extent.start)))
         for range_ in self.ranges:
-            range_.commit(start, stop)
+            range_.commit(start, stop, is_whole=False)  # nobody knows which rows will be filled
         self._committed = stop
 
     def _give_back(self, start: int, stop: int) -> None:

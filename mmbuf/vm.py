@@ -192,20 +192,26 @@ class AddressRange:
         array: np.ndarray[Any, Any] = np.frombuffer(memory, dtype)
         return array.reshape(rows, *row_shape)
 
-    def commit(self, start: int, stop: int) -> None:
+    def commit(self, start: int, stop: int, *, is_whole: bool = True) -> None:
         """Make anonymous pages of ``[start, stop)``; they are zero until written.
 
-        Whole huge pages are asked for where ``start`` is on such a boundary. Pages that are
+        Whole huge pages are asked for where ``start`` is on such a boundary, unless only parts will
+        be written (``is_whole`` False): each of them would cost a huge page. Pages that are
         committed already keep what they hold.
         """
         address, size = self.address + start, stop - start
         if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
             raise _failed()
-        if start % HUGE_PAGE == 0 and size >= HUGE_PAGE:
+        if is_whole and start % HUGE_PAGE == 0 and size >= HUGE_PAGE:
             _advise(address, size, _MADV_HUGEPAGE)
 
     def populate(self, start: int, stop: int) -> None:
-        """Have the pages of a committed ``[start, stop)`` ready; one call for many faults."""
+        """Have the pages of a committed ``[start, stop)`` ready; one call for many faults.
+
+        Whole huge pages are asked for as in `commit`.
+        """
+        if start % HUGE_PAGE == 0 and stop - start >= HUGE_PAGE:
+            _advise(self.address + start, stop - start, _MADV_HUGEPAGE)
         _advise(self.address + start, stop - start, _MADV_POPULATE_WRITE)
 
     def discard(self, start: int, stop: int) -> None:
@@ -309,9 +315,9 @@ def memory_left() -> int | None:
     return _left(resource.RLIMIT_DATA, 5)
 
 
-def _left(what: int, field: int) -> int | None:
-    limit, _ = resource.getrlimit(what)
-    if limit == resource.RLIM_INFINITY:
+def _left(kind: int, field: int) -> int | None:
+    limit = _soft_limit(kind)
+    if limit is None:
         return None
     try:
         with open("/proc/self/statm") as file:
@@ -319,6 +325,32 @@ def _left(what: int, field: int) -> int | None:
     except OSError:
         used = 0
     return max(0, limit - used)
+
+
+def huge_pages_setting() -> str | None:
+    """When the kernel gives huge pages: always, madvise or never; None where it does not say."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            found = file.read()
+    except OSError:
+        return None
+    _, _, chosen = found.partition("[")
+    return chosen.partition("]")[0] or None
+
+
+def data_limit() -> int | None:
+    """``RLIMIT_DATA`` in bytes; None for no limit."""
+    return _soft_limit(resource.RLIMIT_DATA)
+
+
+def open_files_limit() -> int | None:
+    """``RLIMIT_NOFILE``; None for no limit."""
+    return _soft_limit(resource.RLIMIT_NOFILE)
+
+
+def _soft_limit(kind: int) -> int | None:
+    limit, _ = resource.getrlimit(kind)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_out_of_memory(error: OSError) -> bool:

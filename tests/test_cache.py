@@ -230,12 +230,13 @@ def mapped_files(path: Path) -> dict[str, str]:
 
 
 def count_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are opened for reading from now on."""
+    """The names of the data files that are opened for reading from now on."""
     opens: list[str] = []
     opened = files.opened
 
     def count(path: str) -> Any:
-        opens.append(os.path.basename(path))
+        if not path.endswith(".jsonl"):
+            opens.append(os.path.basename(path))
         return opened(path)
 
     monkeypatch.setattr(files, "opened", count)
