@@ -709,7 +709,7 @@ def test_trajectory_whose_copying_fails_leaves_the_others_and_its_room(
     new_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = new_store()
-    store.put(0, data.coded(0, 100))
+    store.put(0, data.coded(0, 100), is_written=True)  # and none that could be read instead
     with monkeypatch.context() as patched:
         patched.setattr(Payload, "copy_rows", out_of_memory)
         for _ in range(5):

@@ -316,7 +316,6 @@ def reopen(run: Run, arm: Callable[[], None]) -> None:
         run.faults.lift()
         opened.append(run.open())
     run.sample(opened[0])
-    run.attempt(lambda: opened[0].get_trajectory(0), OSError, MemoryError)
     run.settle(opened[0])
 
 
