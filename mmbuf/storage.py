@@ -185,11 +185,13 @@ def copy(
 ) -> Entry:
     """Bring the file ``source`` of ``entry`` to ``target`` in a format; the entry of the new one.
 
-    A hard link where the format is the same and the file system allows it.
+    A hard link where the format is the same and the file system allows it. Else the source is
+    verified first: damage must not be given checksums of its own.
     """
     if entry.format == format_name:
         files.link_or_copy(source, target)
         return entry
+    verify(source, entry, schema)
     rows: list[Array] = []
     texts: dict[int, list[str]] = {}
     leaves = FORMATS[entry.format].load(source, entry, schema, can_map=can_map)

@@ -163,8 +163,11 @@ class TrajectoryWriter:
         return self._call(self._index.unsynced)
 
     def note_synced(self, uuids: set[str]) -> None:
-        """Somebody has brought their files to the disk itself, though not their names here."""
-        self._call(self._index.note_synced, uuids)
+        """Somebody has brought their files to the disk itself, though not their names here.
+
+        Does not wait: the thread may have no end of trajectories to write before it.
+        """
+        self._executor.submit(self._index.note_synced, uuids)
 
     def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run something in the thread, after what is pending; OSError becomes WriteError."""

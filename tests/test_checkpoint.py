@@ -428,7 +428,6 @@ def test_others_add_and_sample_while_one_saves(tmp_path: Path, is_saved: bool) -
         assert ids == same(first, first + 1, first + 2)
 
 
-@pytest.mark.xfail(strict=True, reason="note_synced waits until nothing at all is pending")
 def test_a_save_ends_though_others_add_faster_than_is_written(
     live: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

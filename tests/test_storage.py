@@ -14,6 +14,7 @@ import torch
 
 from mmbuf import ReplayReader, TrajectoryReplayBuffer, files, storage
 from mmbuf.entry import Entry
+from mmbuf.errors import CorruptError
 from mmbuf.schema import measure
 
 FORMATS = list(storage.FORMATS)
@@ -183,3 +184,19 @@ def test_a_copy_where_links_are_not_allowed_is_a_file_of_its_own(
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trajectory_format: expected one of .*, got 'csv'"):
         TrajectoryReplayBuffer(trajectory_format="csv")
+
+
+@pytest.mark.parametrize("source", ["arrow", "npy", "pt"])
+def test_damage_is_not_converted(tmp_path: Path, source: str) -> None:
+    with new_buffer(tmp_path / "live", source) as buffer:
+        buffer.add_trajectories([fields_of(0)])
+    (found,) = [p for p in (tmp_path / "live").iterdir() if p.suffix == f".{source}"]
+    file = found / "curr_obs.image.npy" if found.is_dir() else found
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.load_checkpoint(tmp_path / "live")
+        with pytest.raises(CorruptError):
+            buffer.save_checkpoint(tmp_path / "saved", trajectory_format="pkl")
+    assert not (tmp_path / "saved").exists()
