@@ -341,11 +341,9 @@ class TrajectoryReplayBuffer:
                     contents.add(entry)
                 contents.count_from(self._next_id, self._id_step)
                 metadata = self._metadata()
-                unsynced = None if self._writer is None else self._writer.unsynced()
+                unsynced = self._writer.unsynced() if self._writer is not None else set()
             try:
-                synced: set[str] = set()
-                if self._writer is not None and unsynced is not None:
-                    synced = self._synced(self._writer, entries, unsynced)
+                synced = self._sync_files(entries, unsynced)
                 in_use = self._window.files_in(path)
                 checkpoint.save(path, contents, metadata, put, trajectory_format, synced, in_use)
             except (FileExistsError, NotADirectoryError):
@@ -353,18 +351,18 @@ class TrajectoryReplayBuffer:
             except OSError as error:
                 raise WriteError(f"{path}: the checkpoint could not be saved: {error}") from error
 
-    def _synced(
-        self, writer: TrajectoryWriter, entries: list[Entry], unsynced: set[str]
-    ) -> set[str]:
-        """The uuids of ``entries``, when all of their files are on the disk itself.
+    def _sync_files(self, entries: list[Entry], unsynced: set[str]) -> set[str]:
+        """Bring the store's files of ``entries`` to the disk itself; the uuids of which it is true.
 
         Not by ``flush(sync=True)``, which would keep others from adding as long as the disk takes.
         """
+        if self._writer is None:  # of files elsewhere nothing is known
+            return set()
         for entry in entries:
             if entry.uuid in unsynced:
-                files.sync_whole(files.join(writer.directory, entry.file))
+                files.sync_whole(files.join(self._writer.directory, entry.file))
         uuids = {entry.uuid for entry in entries}
-        writer.note_synced(uuids)
+        self._writer.note_synced(uuids)
         return uuids
 
     def load_checkpoint(

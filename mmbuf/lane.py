@@ -90,13 +90,11 @@ class Lane:
         head = self._runs[-1][-1].stop if self._runs else 0
         start = round_up(head, self.row_bytes)
         if self._runs and not step and start + size <= self._committed:  # nothing to look for
-            extent = Extent(start, start + size, False)
-            self._runs[-1].append(extent)
-            return extent
-        found = self._fit(head, size, step) or self._fit_elsewhere(size, step)
-        if found is None:
+            self._runs[-1].append(Extent(start, start + size, False))
+            return self._runs[-1][-1]
+        extent = self._fit(head, size, step) or self._fit_elsewhere(size, step)
+        if extent is None:
             return None
-        extent = found
         is_new_run = not self._runs or extent.start != round_up(head, step or self.row_bytes)
         if is_new_run:
             self._committed = self._populated = 0

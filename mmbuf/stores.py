@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmbuf import checkpoint, files, index
-from mmbuf.entry import Entry
 from mmbuf.errors import MmbufError, SchemaError
 from mmbuf.index import Changes, JournalReader
 from mmbuf.schema import Schema
-
-Item = tuple[Hashable, Entry, str]  # key, entry, directory
+from mmbuf.window import Item
 
 # New stores are looked for so often at most: listing directories costs more than a stat.
 _LOOK_S = 1.0

@@ -17,6 +17,7 @@ import torch
 
 import mmbuf
 from mmbuf import TrajectoryCollector
+from mmbuf.schema import Array, Payload, TextTable
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 NUMPY_DTYPES = (
@@ -143,6 +144,41 @@ class LookAlike:
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     curr_obs: dict[str, Any] = field(default_factory=dict)
     next_obs: dict[str, Any] = field(default_factory=dict)
+
+
+def rows_and_texts(payload: Payload) -> tuple[list[Array], dict[int, list[str]]]:
+    """The rows of each column and the strings of text, as the writer hands them to a format."""
+    rows: list[Array] = []
+    texts: dict[int, list[str]] = {}
+    for i, column in enumerate(payload.schema.columns):
+        if column.is_text:
+            table = TextTable()
+            rows.append(table.encode(payload.texts(i)))
+            texts[i] = table.strings
+        else:
+            rows.append(np.empty((payload.rows[i], *column.row_shape), column.storage))
+            payload.copy_rows(i, rows[-1])
+    return rows, texts
+
+
+def every_dtype() -> dict[str, Any]:
+    """Every dtype as scalars, as ``(1,)`` and as tensors; text, flags and columns without bytes."""
+    fields: dict[str, Any] = {
+        "rewards": random_bits("float32", (4, 3), 1),
+        "none": torch.zeros(4, 3, 2, 0),
+        "dones": random_bits("bool", (6, 3), 2),
+        "prev_values": random_bits("bfloat16", (5, 3, 1), 3),
+        "text": [["put the carrot", "é", ""], ["日本"] * 3, ["", "é", "a"], ["a"] * 3],
+        "other text": [["", "", ""]] * 4,
+    }
+    for i, dtype in enumerate(DTYPES):
+        fields[dtype] = {
+            "scalar": random_bits(dtype, (4, 3), i),
+            "one": random_bits(dtype, (4, 3, 1), i + 100),
+            "tensor": random_bits(dtype, (4, 3, 2, 3), i + 200),
+            "none": torch.zeros((4, 3, 0), dtype=getattr(torch, dtype)),
+        }
+    return fields
 
 
 def opened(path: Path, **options: Any) -> mmbuf.TrajectoryReplayBuffer:

@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import DTYPES, bits, is_equal, random_bits, run_python, trajectory
+from data import DTYPES, bits, is_equal, random_bits, rows_and_texts, run_python, trajectory
 
 from mmbuf import files
 from mmbuf.adapters import nested, pkl, pt
 from mmbuf.entry import Entry, Part
 from mmbuf.errors import CorruptError
-from mmbuf.schema import Array, Column, Schema, TextTable, measure
+from mmbuf.schema import Array, Column, Schema, measure
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RLINF_FILES = sorted(p for p in FIXTURES.rglob("trajectory_*") if p.suffix in (".pt", ".pkl"))
@@ -76,16 +76,7 @@ class Written:
 def write(adapter: Any, path: Path | str, fields: dict[str, Any]) -> Written:
     """``fields`` written to ``path`` as the writer does it."""
     payload = measure(fields)
-    rows: list[Array] = []
-    texts: dict[int, list[str]] = {}
-    for i, column in enumerate(payload.schema.columns):
-        if column.is_text:
-            table = TextTable()
-            rows.append(table.encode(payload.texts(i)))
-            texts[i] = table.decode(np.arange(rows[-1].max() + 1))
-        else:
-            rows.append(np.empty((payload.rows[i], *column.row_shape), column.storage))
-            payload.copy_rows(i, rows[-1])
+    rows, texts = rows_and_texts(payload)
     entry = Entry(UUID, 7, payload.shape, 80, "weights é", 1.5, file=Path(path).name)
     entry = adapter.write(str(path), entry, payload.schema, rows, texts)
     return Written(adapter, str(path), entry, payload.schema, rows, texts)

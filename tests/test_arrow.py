@@ -22,14 +22,22 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from data import DTYPES, bits, bytes_of_text, random_bits, trajectory
+from data import (
+    DTYPES,
+    bits,
+    bytes_of_text,
+    every_dtype,
+    random_bits,
+    rows_and_texts,
+    trajectory,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.formats import arrow
-from mmbuf.schema import Array, Schema, TextTable, interleave, measure
+from mmbuf.schema import Array, Schema, interleave, measure
 
 GOLDEN = Path(__file__).parent / "golden" / "trajectory.arrow"
 UUID = "0123456789abcdef0123456789abcdef"
@@ -57,16 +65,7 @@ class Written:
 def write(path: Path | str, fields: dict[str, Any], **known: Any) -> Written:
     """``fields`` written to ``path`` as the writer does it."""
     payload = measure(fields)
-    rows: list[Array] = []
-    texts: dict[int, list[str]] = {}
-    for i, column in enumerate(payload.schema.columns):
-        if column.is_text:
-            table = TextTable()
-            rows.append(table.encode(payload.texts(i)))
-            texts[i] = table.decode(np.arange(rows[-1].max() + 1))
-        else:
-            rows.append(np.empty((payload.rows[i], *column.row_shape), column.storage))
-            payload.copy_rows(i, rows[-1])
+    rows, texts = rows_and_texts(payload)
     entry = Entry(UUID, 7, payload.shape, 80, "weights é", 1700000000.25)
     entry = dataclasses.replace(entry, file=Path(path).name, **known)
     entry = arrow.write(str(path), entry, payload.schema, rows, texts)
@@ -77,26 +76,6 @@ def opened(
     file: Written, entry: Entry | None = None, *, is_checked: bool = True
 ) -> AbstractContextManager[arrow.Source]:
     return arrow.opened(file.path, entry or file.entry, file.schema, is_checked=is_checked)
-
-
-def every_dtype() -> dict[str, Any]:
-    """Every dtype as scalars, as ``(1,)`` and as tensors; text, flags and columns without bytes."""
-    fields: dict[str, Any] = {
-        "rewards": random_bits("float32", (4, 3), 1),
-        "none": torch.zeros(4, 3, 2, 0),
-        "dones": random_bits("bool", (6, 3), 2),
-        "prev_values": random_bits("bfloat16", (5, 3, 1), 3),
-        "text": [["put the carrot", "é", ""], ["日本"] * 3, ["", "é", "a"], ["a"] * 3],
-        "other text": [["", "", ""]] * 4,
-    }
-    for i, dtype in enumerate(DTYPES):
-        fields[dtype] = {
-            "scalar": random_bits(dtype, (4, 3), i),
-            "one": random_bits(dtype, (4, 3, 1), i + 100),
-            "tensor": random_bits(dtype, (4, 3, 2, 3), i + 200),
-            "none": torch.zeros((4, 3, 0), dtype=getattr(torch, dtype)),
-        }
-    return fields
 
 
 def golden_fields() -> dict[str, Any]:

@@ -59,10 +59,11 @@ RANKS = {
     "channel": 10,
     "collect": 10,
     "": 11,
-    "cli.health": 12,
+    "cli.health": 13,
     "cli.returns": 12,
     "cli.sac": 12,
-    "cli.transfer": 12,
+    "cli.progress": 12,
+    "cli.transfer": 13,
     "cli.demo": 13,
     "cli": 14,
 }

@@ -130,18 +130,7 @@ def test_native_formats_are_mapped_and_the_others_stay_in_memory(
 @pytest.mark.parametrize("target", FORMATS)
 def test_a_copy_in_any_format_holds_the_same_rows(tmp_path: Path, source: str, target: str) -> None:
     payload = measure(fields_of(1))
-    rows = [
-        np.zeros(0, np.int32) if c.is_text else np.empty((n, *c.row_shape), c.storage)
-        for n, c in zip(payload.rows, payload.schema.columns, strict=True)
-    ]
-    texts = {}
-    for position, column in enumerate(payload.schema.columns):
-        if column.is_text:
-            strings = payload.texts(position)
-            texts[position] = sorted(set(strings))
-            rows[position] = np.array([texts[position].index(s) for s in strings], np.int32)
-        else:
-            payload.copy_rows(position, rows[position])
+    rows, texts = data.rows_and_texts(payload)
     schema = payload.schema
     entry = Entry("a" * 32, 4, payload.shape, 9, "weights", 5.0, file="a")
     entry = storage.write(str(tmp_path / "a"), entry, schema, rows, texts, source)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mmbuf import doctor as examination
 from mmbuf import health
+from mmbuf.cli.progress import shown
 
 Store = Annotated[Path, typer.Argument(help="A store, a checkpoint or a directory of RLinf's.")]
 Threads = Annotated[
@@ -27,7 +24,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 def verify(path: Store, threads: Threads = None, as_json: AsJson = False) -> None:
     """Read all of a store and say what is wrong; exit code 1 if anything is damaged."""
     num_trajectories = 0
-    with _shown("verifying") as show:
+    with shown("verifying") as show:
 
         def on_progress(done: int, total: int) -> None:
             nonlocal num_trajectories
@@ -56,7 +53,7 @@ def repair(
     as_json: AsJson = False,
 ) -> None:
     """Make the index anew from the files; what is damaged moves to quarantine/."""
-    with _shown("repairing") as show:
+    with shown("repairing") as show:
         report = health.repair(path, dry_run=dry_run, num_threads=threads, on_progress=show)
     if as_json:
         print(json.dumps(dataclasses.asdict(report)))
@@ -102,22 +99,3 @@ def _told(name: str, value: Any) -> str:
     if value is None:
         return "unlimited" if name.endswith(("left", "bytes", "files")) else "unknown"
     return str(value)
-
-
-@contextmanager
-def _shown(what: str) -> Iterator[health.OnProgress]:
-    """A bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("trajectories"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

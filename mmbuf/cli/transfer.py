@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mmbuf import storage, transfer
+from mmbuf.cli.progress import shown
 from mmbuf.errors import MmbufError
 
 SOURCE = "A store, a checkpoint or a directory of RLinf's."
@@ -93,22 +92,10 @@ def convert(
 
 @contextmanager
 def _shown(what: str) -> Iterator[transfer.OnProgress]:
-    """A bar on stderr, if that is a terminal. An argument that is refused is an MmbufError."""
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("trajectories"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with progress:
-        task = progress.add_task(what, total=None)
+    """A progress bar. An argument that is refused is an MmbufError."""
+    with shown(what) as show:
         try:
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+            yield show
         except MmbufError:
             raise
         except ValueError as error:
