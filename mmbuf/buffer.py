@@ -22,7 +22,7 @@ from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
-from mmbuf.schema import Payload, measure
+from mmbuf.schema import measure
 from mmbuf.trajectory import Trajectory, fields_of
 from mmbuf.window import Batch, Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
@@ -159,22 +159,22 @@ class TrajectoryReplayBuffer:
                     f"got {type(trajectories).__name__}. Put a single one in a list."
                 )
             for item in trajectories:
-                if self._writer is not None:
-                    self._writer.raise_failure()
-                fields, max_episode_length, model_weights_id = fields_of(item)
-                payload = measure(fields, self._window.schema if len(self) else None)
-                entry = Entry(
-                    uuid.uuid4().hex,
-                    self._next_id,
-                    payload.shape,
-                    max_episode_length,
-                    model_weights_id,
-                    time.time(),
-                )
-                self._add(entry, payload)
+                self._add(item)
 
-    def _add(self, entry: Entry, payload: Payload) -> None:
+    def _add(self, item: Any) -> None:
         writer = self._writer
+        if writer is not None:
+            writer.raise_failure()
+        fields, max_episode_length, model_weights_id = fields_of(item)
+        payload = measure(fields, self._window.schema if len(self) else None)
+        entry = Entry(
+            uuid.uuid4().hex,
+            self._next_id,
+            payload.shape,
+            max_episode_length,
+            model_weights_id,
+            time.time(),
+        )
         size_bytes = payload.size_bytes
         if writer is not None:
             self._budget.check(size_bytes)
@@ -191,6 +191,9 @@ class TrajectoryReplayBuffer:
                     f"a trajectory of {size_bytes} bytes: expected room for the window in the "
                     f"reserved addresses, got none. Raise RLIMIT_AS or shrink sample_window_size."
                 )
+        # Before the writer starts: torch drops the GIL to free what NumPy looked into, and would
+        # wait up to 5 ms to get it back.
+        del payload
         self._window.add(slot)
         self._budget.add(entry.trajectory_id, size_bytes)
         self._next_id += self._id_step
