@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -980,20 +981,33 @@ def test_bar_is_shown_on_a_terminal(tmp_path: Path) -> None:
     command: list[str | Path] = [sys.executable, ROOT / "tools" / "convert.py"]
     terminal, stderr = pty.openpty()
     try:
-        result = subprocess.run(
+        process = subprocess.Popen(
             [*command, source, tmp_path / "c", "--format", "npy", "--json"],
             env=ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"},
             stdout=subprocess.PIPE,
             stderr=stderr,
-            text=True,
-            timeout=100,
-            check=False,
         )
-        shown = os.read(terminal, 1 << 16).decode()
+        os.close(stderr)  # only the child holds it now: its end ends what can be read
+        shown = all_of(terminal).decode()
     finally:
-        os.close(stderr)
         os.close(terminal)
-    assert result.returncode == 0
-    assert json.loads(result.stdout)["num_trajectories"] == 3
+    result, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert json.loads(result)["num_trajectories"] == 3
     assert "converting" in shown
     assert "3/3" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
+
+
+def all_of(terminal: int) -> bytes:
+    """What is written to a terminal until no process has it open, however many reads that takes."""
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(terminal, 1 << 16)
+        except OSError as error:
+            if error.errno != errno.EIO:  # EIO is how Linux tells the end of a terminal
+                raise
+            chunk = b""
+        if not chunk:
+            return b"".join(chunks)
+        chunks.append(chunk)
