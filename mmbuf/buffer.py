@@ -11,16 +11,17 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mmbuf import checkpoint, files, storage
 from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
-from mmbuf.errors import ClosedError, MmbufError, WriteError
+from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.schema import measure
 from mmbuf.trajectory import Trajectory, fields_of
@@ -28,6 +29,8 @@ from mmbuf.window import Batch, Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 
 _log = logging.getLogger("mmbuf")
+
+_Read = TypeVar("_Read")
 
 
 class TrajectoryReplayBuffer:
@@ -56,8 +59,9 @@ class TrajectoryReplayBuffer:
         Bounds what the trajectories' files take on the disk: past it the oldest outside the window
         are removed. `add_trajectories` raises WriteError when the window alone does not fit.
 
-    One thread may add while any number sample. A forked child can sample but not add. A buffer
-    does not pickle: open a `ReplayReader` on its path.
+    One thread may add while any number sample. A forked child can sample but not add, and goes on
+    without what its parent removes from the disk. A buffer does not pickle: open a `ReplayReader`
+    on its path.
     """
 
     def __init__(
@@ -214,7 +218,7 @@ class TrajectoryReplayBuffer:
         """
         if self._is_closed:
             raise _closed("sample")
-        return self._window.sample(num_chunks, out)
+        return self._retried(partial(self._window.sample, num_chunks, out))
 
     def get_trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory as it was added, steps that are left out of the rows included.
@@ -223,7 +227,16 @@ class TrajectoryReplayBuffer:
         """
         if self._is_closed:
             raise _closed("get_trajectory")
-        return self._window.get_trajectory(trajectory_id)
+        return self._retried(partial(self._window.get_trajectory, trajectory_id))
+
+    def _retried(self, read: Callable[[], _Read]) -> _Read:
+        """What ``read`` gives; in a forked child without the files that its parent has removed."""
+        while True:
+            try:
+                return read()
+            except (CorruptError, FileNotFoundError):
+                if not (self._is_forked() and self._window.drop_missing()):
+                    raise
 
     # -- state -------------------------------------------------------------------------------
 

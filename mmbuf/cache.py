@@ -38,10 +38,12 @@ from mmbuf.errors import CorruptError, EmptyBufferError
 from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
 from mmbuf.pool import MIN_BYTES, BatchPool
 from mmbuf.schema import Array, Column, Payload, Schema
-from mmbuf.slots import SlotTable, View
+from mmbuf.slots import Facts, SlotTable, View
 
 Leaf = Any  # an array [K, *S] in storage dtype, or a list of K str
 Lent = tuple[list[Array], dict[int, list[str]]]  # rows of each column, strings of text columns
+
+_MANY = 64  # trajectories that are opened at once are placed at once
 
 STATS = ("window_trajectories", "window_samples", "cache_size", "cache_filled", "cache_maps")
 
@@ -135,14 +137,19 @@ class TrajectoryCache:
         if self._window_size:
             entries = entries[-self._window_size :]
         cached = len(entries) if self._cache_size is None else self._cache_size
+        num_cold = max(0, len(entries) - cached)
+        layouts: dict[int, tuple[int, ...]] = {}  # equal parts of a journal are one object
         slots = []
+        for entry, path in entries:
+            rows = layouts.get(id(entry.parts))
+            if rows is None:
+                rows = layouts[id(entry.parts)] = tuple(part.rows for part in entry.parts)
+            slots.append(Slot(entry, path, rows, True, False, None))
         with self._lock:
-            for i, (entry, path) in enumerate(entries):
-                rows = tuple(part.rows for part in entry.parts)
-                place = self._find_place(rows) if len(entries) - i <= cached else None
-                slot = Slot(entry, path, rows, True, False, place)
-                self._append(slot)
-                slots.append(slot)
+            if len(slots) < _MANY or not self._append_all(slots, num_cold):
+                for i, slot in enumerate(slots):
+                    slot.place = self._find_place(slot.rows) if i >= num_cold else None
+                    self._append(slot)
             self._publish(self._leave())
         self.reclaim()
         return slots
@@ -329,15 +336,7 @@ class TrajectoryCache:
     def clear(self) -> None:
         """Forget all trajectories. None may be on its way to a file."""
         with self._lock:
-            self._table.drop_all()
-            self._resident.clear()
-            self._num_unfilled = 0
-            leaving = []
-            # One slot may still have two numbers, since gathers know it by its former one.
-            for number, slot in self._slots.items():
-                leaving.append(_Retired([], slot.place, number))
-                slot.place = None
-            self._publish(leaving)
+            self._forget_all()
         self.reclaim()
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -345,18 +344,17 @@ class TrajectoryCache:
 
         Should one not end in ``timeout_s``, the addresses stay: they must not be taken from it.
         """
-        self.clear()
+        with self._lock:
+            self._forget_all()
         deadline = time.monotonic() + timeout_s
-        while self._retired:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.0005)
-            self.reclaim()
         while any(view.marks for view in self._busy):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.0005)
-        self._places.close()
+        with self._vm_lock, self._lock:
+            self._places.close([retired.place for retired in self._retired if retired.place])
+            self._retired.clear()
+            self._slots.clear()
         self._pool.clear()
 
     def renew_locks(self) -> None:
@@ -386,12 +384,36 @@ class TrajectoryCache:
     def _append(self, slot: Slot) -> None:
         starts = None if slot.place is None else self._places.starts(slot.place)
         num_samples = slot.entry.num_samples
-        slot.number = self._table.append(num_samples, starts, is_filled=slot.is_filled)
+        slot.number = self._table.append(
+            num_samples, starts, is_filled=slot.is_filled, facts=_facts(slot.entry)
+        )
         self._slots[slot.number] = slot
         if slot.place is not None:
             self._resident.append(slot)
         if not slot.is_filled:
             self._num_unfilled += 1
+
+    def _append_all(self, slots: list[Slot], num_cold: int) -> bool:
+        """Append unfilled slots at once, the first ``num_cold`` without places; False if not."""
+        placed = slots[num_cold:]
+        places = self._find_places([slot.rows for slot in placed]) if placed else []
+        if places is None:
+            return False
+        for slot, place in zip(placed, places, strict=True):
+            slot.place = place
+        num_rows = np.array([slot.entry.num_samples for slot in slots], np.int64)
+        facts = np.array([_facts(slot.entry) for slot in slots], np.int64).T
+        starts = self._places.starts_of(places)
+        for part, lane_starts in ((slice(num_cold), None), (slice(num_cold, None), starts)):
+            if slots[part]:
+                number = self._table.extend(num_rows[part], lane_starts, facts[:, part])
+                for slot in slots[part]:
+                    slot.number = number
+                    self._slots[number] = slot
+                    number += 1
+        self._resident.extend(placed)
+        self._num_unfilled += len(slots)
+        return True
 
     def _leave(self) -> list[_Retired]:
         """Take out of window and cache what is over their sizes; to be retired when published."""
@@ -422,6 +444,17 @@ class TrajectoryCache:
         if slot.is_filled:
             self._set_filled(slot, False)
         return retired
+
+    def _forget_all(self) -> None:
+        self._table.drop_all()
+        self._resident.clear()
+        self._num_unfilled = 0
+        leaving = []
+        # One slot may still have two numbers, since gathers know it by its former one.
+        for number, slot in self._slots.items():
+            leaving.append(_Retired([], slot.place, number))
+            slot.place = None
+        self._publish(leaving)
 
     def _set_filled(self, slot: Slot, is_filled: bool) -> None:
         slot.is_filled = is_filled
@@ -454,6 +487,15 @@ class TrajectoryCache:
         """A place for what can be read from a file if there is none."""
         try:
             return None if self._is_short_of_memory() else self._places.find(rows)
+        except OSError:
+            return None
+
+    def _find_places(self, rows: list[tuple[int, ...]]) -> list[Place] | None:
+        """`_find_place` for many at once; None where each has to be asked for."""
+        if self._spared_bytes is not None:  # any of them may be the one that spends it
+            return None
+        try:
+            return self._places.find_all(rows)
         except OSError:
             return None
 
@@ -560,6 +602,10 @@ class TrajectoryCache:
                 slot = self._slots[view.first_number + int(cold_slots[start])]
                 self._places.read_rows(slot, local[start:stop], leaves, cold[start:stop])
         return self._with_text(leaves, out)
+
+
+def _facts(entry: Entry) -> Facts:
+    return Facts(entry.num_envs, entry.trajectory_id, entry.uuid_mark)
 
 
 def _no_bytes(column: Column) -> Array:

@@ -96,6 +96,11 @@ class Entry:
     parts: tuple[Part, ...] = ()
 
     @property
+    def uuid_mark(self) -> int:
+        """The first 12 digits of the uuid as a number that fits in int64."""
+        return int(self.uuid[:12], 36)
+
+    @property
     def num_steps(self) -> int:
         return self.shape[0]
 

@@ -173,15 +173,20 @@ class Changes:
 
 
 class JournalReader:
-    """Reads a journal, and later what was appended to it. For one thread at a time."""
+    """Reads a journal, and later what was appended to it. For one thread at a time.
 
-    def __init__(self, directory: str) -> None:
+    ``is_held``: the file is held open, so that `looks_changed` is cheap, until `let_go`.
+    """
+
+    def __init__(self, directory: str, *, is_held: bool = False) -> None:
         self.directory = directory
         self.contents = Contents()
         self.valid_bytes = 0
         self._tail = b""  # the last bytes of these
         self._journal = files.join(directory, JOURNAL)
         self._signature: files.Signature | None = None
+        self._is_held = is_held
+        self._watch: files.Watch | None = None
         self._untold = Changes()
         self._layouts: dict[bytes, tuple[Part, ...]] = {}
 
@@ -195,6 +200,18 @@ class JournalReader:
     def has_changed(self) -> bool:
         """Whether the file is another one, or of another length, than when it was read last."""
         return files.signature(self._journal) != self._signature
+
+    def let_go(self) -> None:
+        """Hold the file open no longer."""
+        self._is_held = False
+        self._watch = None
+
+    def looks_changed(self) -> bool:
+        """As `has_changed`, cheaper; but blind for a file that went away with its directory."""
+        watch, signature = self._watch, self._signature
+        if watch is None or signature is None:
+            return self.has_changed()
+        return watch.has_changed(signature)
 
     def refresh(self) -> Changes:
         """Read what is new; all of it when another file has taken the journal's place.
@@ -213,6 +230,8 @@ class JournalReader:
                     changes = self._untold = Changes(is_reset=True)
                 self.contents, self.valid_bytes, self._signature = Contents(), 0, None
                 self._tail = b""
+                if self._is_held:
+                    self._watch = _watch(fd)
             data = files.read_at(fd, signature.size - self.valid_bytes, self.valid_bytes)
         base = self.valid_bytes
         try:
@@ -273,6 +292,13 @@ class JournalReader:
                 trajectory_id: (entry, first + i)
                 for i, (trajectory_id, entry) in enumerate(contents.entries.items())
             }
+
+
+def _watch(fd: int) -> files.Watch | None:
+    try:
+        return files.Watch(fd)
+    except OSError:  # no descriptor is left: asking costs more, and is as right
+        return None
 
 
 def read(directory: str) -> tuple[Contents, int]:
@@ -599,7 +625,8 @@ def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]]) -> Entry:
         if len(layouts) >= _MAX_LAYOUTS:  # a store in which each has its own
             layouts.clear()
         parts = layouts[text] = parts_from_json(json.loads(text))
-    return Entry.from_json(json.loads(head + b"}}")["entry"], parts)
+    # Decoded here, since json.loads would first look which encoding the bytes have.
+    return Entry.from_json(json.loads((head + b"}}").decode())["entry"], parts)
 
 
 def _whole(line: bytes) -> bytes | None:

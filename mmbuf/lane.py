@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,43 @@ class Lane:
             self._runs.append(deque())
         self._runs[-1].append(extent)
         return extent
+
+    def place_all(self, num_rows: Sequence[int]) -> list[Extent] | None:
+        """Take so many rows for each of many trajectories, at the cost of few; None if it cannot.
+
+        It can where all are of one kind and lie behind the newest without a turn; nothing is done
+        otherwise, and `place` is to be asked for each.
+        """
+        steps = {length: self._step(length * self.row_bytes) for length in set(num_rows)}
+        is_mappable = any(steps.values())
+        if is_mappable and not all(steps.values()):
+            return None
+        units = {  # what an extent of so many rows starts on, and its bytes
+            length: (step or self.row_bytes, round_up(length * self.row_bytes, step or 1))
+            for length, step in steps.items()
+        }
+        head = self._runs[-1][-1].stop if self._runs else 0
+        extents: list[Extent] = []
+        stop = head
+        for length in num_rows:
+            unit, size = units[length]
+            start = -(-stop // unit) * unit
+            stop = start + size
+            extents.append(Extent(start, stop, is_mappable))
+        limit = self._limit
+        while limit < min(round_up(stop, PAGE), self._size):
+            limit = min(2 * limit, self._size)
+        if round_up(stop, PAGE) > self._roof(head, limit):
+            return None
+        self._limit = limit
+        if not self._runs:
+            self._committed = self._populated = 0
+        if not is_mappable:
+            self._commit_dense(Extent(extents[0].start, stop, False))
+        if not self._runs:
+            self._runs.append(deque())
+        self._runs[-1].extend(extents)
+        return extents
 
     def commit(self, extent: Extent) -> None:
         """Put anonymous pages behind an extent that rows are copied into now."""
@@ -200,10 +238,10 @@ class Lane:
             if extent is not None:
                 return extent
 
-    def _roof(self, head: int) -> int:
-        """Where the free bytes from ``head`` on end."""
+    def _roof(self, head: int, limit: int | None = None) -> int:
+        """Where the free bytes from ``head`` on end; ``limit`` instead of the one that holds."""
         starts = [_floor(run[0].start) for run in self._runs if run[0].start >= head]
-        return min(starts, default=self._limit)
+        return min(starts, default=self._limit if limit is None else limit)
 
     def _commit_dense(self, extent: Extent) -> None:
         start, stop = max(_floor(extent.start), self._committed), round_up(extent.stop, PAGE)

@@ -8,7 +8,7 @@ the window: here a trajectory's columns are copied in, mapped, rewired or read. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,25 @@ class Places:
                     lane.release(extent)
         return Place(extents) if is_whole else None
 
+    def find_all(self, rows: Sequence[tuple[int, ...]]) -> list[Place] | None:
+        """Places for many trajectories, at the cost of few; None where each has to be asked for."""
+        found: list[list[Extent]] = []
+        try:
+            for lane in self.lanes:
+                # Most are as long as others: few of these tuples differ.
+                longest = {r: max(r[p] for p in lane.positions) for r in set(rows)}
+                extents = lane.place_all([longest[r] for r in rows])
+                if extents is None:
+                    break
+                found.append(extents)
+        finally:
+            is_whole = len(found) == len(self.lanes)
+            if not is_whole:
+                for lane, extents in zip(self.lanes, found, strict=False):
+                    for extent in reversed(extents):
+                        lane.release(extent)
+        return [Place(list(extents)) for extents in zip(*found, strict=True)] if is_whole else None
+
     def give_back(self, place: Place) -> None:
         """Give the rows and pages of a place back. No gather may look at them any more."""
         for lane, extent in zip(self.lanes, place.extents, strict=True):
@@ -102,6 +121,16 @@ class Places:
             extent.start // lane.row_bytes
             for lane, extent in zip(self.lanes, place.extents, strict=True)
         ]
+
+    def starts_of(self, places: Sequence[Place]) -> Array:
+        """The first rows of many places; int64 ``[lanes, n]``."""
+        return np.array(
+            [
+                [place.extents[i].start // lane.row_bytes for place in places]
+                for i, lane in enumerate(self.lanes)
+            ],
+            np.int64,
+        )
 
     def rows_of(self, place: Place, position: int, num_rows: int) -> Array:
         """A column's rows; a view of the range."""
@@ -184,8 +213,9 @@ class Places:
                 codes, strings = source.read_text(position)
                 leaves[position][targets] = text.encode(strings)[codes[rows]]
 
-    def close(self) -> None:
-        """Give all addresses back."""
+    def close(self, places: Iterable[Place]) -> None:
+        """Give all addresses back, with those of the ``places`` that were not given back."""
+        vm.MAPS.give_back(sum(place.num_maps for place in places))
         for lane in self.lanes:
             lane.close()
 

@@ -119,7 +119,7 @@ class ReplayReader:
         """
         if self._is_closed:
             raise _closed("refresh")
-        if not self._follow:
+        if not self._follow or not (self._stores.has_news() or self._window.has_evicted):
             return False
         with self._window.changing:
             news = self._stores.refresh()
@@ -240,6 +240,7 @@ class ReplayReader:
         """Give back all memory. Closing again does nothing."""
         if not self._is_closed:
             self._is_closed = True
+            self._stores.close()
             self._window.close()
 
     def __enter__(self) -> ReplayReader:

@@ -16,6 +16,7 @@ Slots whose offset into a lane agrees need no search at all: dense lanes are suc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,11 +25,21 @@ from mmbuf.schema import Array
 _MAX_BUCKETS_PER_SLOT = 16
 
 
+class Facts(NamedTuple):
+    """What is known of a slot beside its rows: B, the trajectory's id, and a mark of its uuid."""
+
+    num_envs: int = 1
+    trajectory_id: int = 0
+    uuid_mark: int = 0
+
+
 class View:
     """What one gather needs to know, never changed once made (but for ``filled``, see `cache`).
 
-    ``low`` and ``high`` bound the window's row numbers. ``needs_slots`` says whether `lane_rows`
-    wants the slots, and ``marks`` is the list of the gathers that go on.
+    ``low`` and ``high`` bound the window's row numbers, ``first`` and ``stop`` the indices of its
+    slots; slot ``i`` has the rows from ``starts[i]`` to ``starts[i + 1]`` and ``facts[:, i]``, the
+    fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, and ``marks`` is
+    the list of the gathers that go on.
     """
 
     __slots__ = (
@@ -37,30 +48,33 @@ class View:
         "_guide",
         "_offsets",
         "_shifts",
-        "_starts",
-        "_stop",
+        "facts",
         "filled",
+        "first",
         "first_number",
         "high",
         "is_filled",
         "low",
         "marks",
         "needs_slots",
+        "starts",
+        "stop",
     )
 
     def __init__(self, table: SlotTable, is_filled: bool) -> None:
-        first, self._stop = table.first, table.stop
-        self._starts = table.starts
+        self.first, self.stop = first, stop = table.first, table.stop
+        self.starts = table.starts
+        self.facts = table.facts
         self._offsets = table.offsets
         self._guide = table.guide
         self._border = table.border
         self._bucket_shift = table.bucket_shift
         self.filled = table.filled
         self.first_number = table.first_number
-        self.low = int(self._starts[first])
-        self.high = int(self._starts[self._stop])
+        self.low = int(self.starts[first])
+        self.high = int(self.starts[stop])
         self.is_filled = is_filled
-        last = self._stop - 1
+        last = stop - 1
         # The one offset of all slots of a lane, None where they differ.
         self._shifts = [
             int(offsets[last]) if changed <= first <= last else None
@@ -77,7 +91,7 @@ class View:
     def slots_of(self, rows: Array) -> Array:
         """Index into the table of the slot of each row; int64."""
         if self._guide is None:
-            return np.asarray(self._starts[: self._stop + 1].searchsorted(rows, "right") - 1)
+            return np.asarray(self.starts[: self.stop + 1].searchsorted(rows, "right") - 1)
         buckets = rows >> self._bucket_shift
         slots: Array = self._guide.take(buckets)
         slots += rows >= self._border.take(buckets)
@@ -97,7 +111,7 @@ class View:
         return lanes
 
     def first_rows(self, slots: Array) -> Array:
-        starts: Array = self._starts.take(slots)
+        starts: Array = self.starts.take(slots)
         return starts
 
 
@@ -114,6 +128,7 @@ class SlotTable:
         self.first_number = 0
         self.starts = np.zeros(1, np.int64)
         self.offsets = np.zeros((num_lanes, 0), np.int64)
+        self.facts = np.zeros((len(Facts._fields), 0), np.int64)
         self.filled = np.zeros(0, np.bool_)
         self.changed = [0] * num_lanes  # the last index whose offset differs from the one before
         self.guide: Array | None = None  # of each bucket: the slot of its first row
@@ -121,13 +136,21 @@ class SlotTable:
         self.bucket_shift = 0
         self._shortest = 0  # of the slots, while there are any
 
-    def append(self, num_rows: int, lane_starts: Sequence[int] | None, *, is_filled: bool) -> int:
+    def append(
+        self,
+        num_rows: int,
+        lane_starts: Sequence[int] | None,
+        *,
+        is_filled: bool,
+        facts: Facts = Facts(),  # noqa: B008
+    ) -> int:
         """Add a slot of ``num_rows`` rows; its number. ``lane_starts`` None: not in the lanes."""
         if self.stop == len(self.filled):
             self.renew()
         index = self.stop
         start = int(self.starts[index])
         self.starts[index + 1] = start + num_rows
+        self.facts[:, index] = facts
         self.filled[index] = is_filled
         if lane_starts is not None:
             self._set_offsets(index, lane_starts)
@@ -136,6 +159,31 @@ class SlotTable:
         self.stop = index + 1
         self._guide_to(index, num_rows)
         return self.first_number + index
+
+    def extend(self, num_rows: Array, lane_starts: Array | None, facts: Array) -> int:
+        """Add unfilled slots, int64 ``[n]`` rows each; the first's number.
+
+        ``lane_starts`` are int64 ``[lanes, n]``, None for slots that are not in the lanes;
+        ``facts`` int64 ``[fields, n]``.
+        """
+        count = len(num_rows)
+        if self.stop + count > len(self.filled):
+            self.renew(count)
+        first, stop = self.stop, self.stop + count
+        self.starts[first + 1 : stop + 1] = self.starts[first] + num_rows.cumsum()
+        self.facts[:, first:stop] = facts
+        self.filled[first:stop] = False
+        if lane_starts is not None:
+            self.offsets[:, first:stop] = lane_starts - self.starts[first:stop]
+        elif first:
+            self.offsets[:, first:stop] = self.offsets[:, first - 1 : first]
+        if count:
+            shortest = int(num_rows.min())
+            self._shortest = min(self._shortest or shortest, shortest)
+        self.stop = stop
+        self.changed = [_last_change(lane[:stop]) for lane in self.offsets]
+        self._make_guide()
+        return self.first_number + first
 
     def place(self, number: int, lane_starts: Sequence[int]) -> None:
         """Say where a slot lies from now on; only after `renew`, since views must not see it."""
@@ -155,10 +203,13 @@ class SlotTable:
     def drop_all(self) -> None:
         self.first = self.stop
 
-    def renew(self) -> None:
-        """Make the arrays anew, with room for as many slots again; old views keep the old ones."""
+    def renew(self, room: int = 0) -> None:
+        """Make the arrays anew, with room for as many slots again; old views keep the old ones.
+
+        And with room for ``room`` more.
+        """
         first = self.first
-        self._make_anew(np.arange(first, self.stop))
+        self._make_anew(np.arange(first, self.stop), room)
         self.first_number += first
 
     def keep(self, numbers: Array) -> None:
@@ -170,20 +221,23 @@ class SlotTable:
         self._make_anew(numbers - self.first_number)
         self.first_number = next_number
 
-    def _make_anew(self, indices: Array) -> None:
+    def _make_anew(self, indices: Array, room: int = 0) -> None:
+        """Arrays of these slots, and room for as many again and for ``room`` others."""
         live = len(indices)
-        capacity = max(64, 2 * live)
+        capacity = max(64, 2 * live + room)
         old_starts = self.starts[indices]
         lengths = self.starts[indices + 1] - old_starts
         starts = np.zeros(capacity + 1, np.int64)
         starts[1 : live + 1] = lengths.cumsum()
         filled = np.zeros(capacity, np.bool_)
         filled[:live] = self.filled[indices]
+        facts = np.zeros((len(self.facts), capacity), np.int64)
+        facts[:, :live] = self.facts[:, indices]
         offsets = np.zeros((len(self.offsets), capacity), np.int64)
         # What leads from row numbers into the lanes changes as the row numbers do.
         offsets[:, :live] = self.offsets[:, indices] + (old_starts - starts[:live])
         self.changed = [_last_change(lane[:live]) for lane in offsets]
-        self.starts, self.filled, self.offsets = starts, filled, offsets
+        self.starts, self.filled, self.offsets, self.facts = starts, filled, offsets, facts
         self.first, self.stop = 0, live
         self._shortest = int(lengths.min()) if live else 0
         self._make_guide()

@@ -25,6 +25,7 @@ from mmbuf.window import Item
 
 # New stores are looked for so often at most: listing directories costs more than a stat.
 _LOOK_S = 1.0
+_MAX_HELD = 16  # journals that are held open
 
 
 @dataclass
@@ -49,6 +50,7 @@ class News:
         self.gone.extend(key for key in keys if self.come.pop(key, None) is None)
 
     def sort(self) -> None:
+        """Put what came in the order of the time of addition."""
         self.come = {item[0]: item for item in sorted(self.come.values(), key=_added_at)}
 
 
@@ -101,17 +103,28 @@ class Stores:
     def has_news(self) -> bool:
         """Whether `refresh` may find something; a ``stat`` for each live store.
 
-        For any number of threads, also while one refreshes.
+        That a directory was moved away is seen within a second. For any number of threads, also
+        while one refreshes.
         """
-        if self._news or (not self.is_single and time.monotonic() - self._looked_at > _LOOK_S):
+        if self._news:
             return True
+        now = time.monotonic()
+        is_due = now - self._looked_at > _LOOK_S
+        if is_due and not self.is_single:
+            return True
+        self._looked_at = now if is_due else self._looked_at
         for journal in list(self._journals.values()):
             try:
-                if journal.has_changed():
+                if journal.has_changed() if is_due else journal.looks_changed():
                     return True
             except FileNotFoundError:
                 return True
         return False
+
+    def close(self) -> None:
+        """Let go of the journals that are held open."""
+        for journal in self._journals.values():
+            journal.let_go()
 
     def open(self) -> News:
         """All trajectories, oldest first."""
@@ -119,7 +132,8 @@ class Stores:
         self._look(news)
         if news.error is not None:
             raise news.error
-        news.sort()
+        if not self.is_single:  # the order of its own journal is that of its writer's list
+            news.sort()
         return news
 
     def refresh(self) -> News:
@@ -140,7 +154,7 @@ class Stores:
                 news.error = error
         if not self.is_single:
             self._look(news)
-        news.sort()
+            news.sort()
         return news
 
     def _look(self, news: News) -> None:
@@ -161,7 +175,8 @@ class Stores:
         if is_named and not files.is_directory(directory):
             raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
         if files.exists(files.join(directory, index.JOURNAL)):
-            journal = JournalReader(directory)
+            is_held = self._follow and len(self._journals) < _MAX_HELD
+            journal = JournalReader(directory, is_held=is_held)
             changes, schema = _read(journal)
             if self._follow:
                 self._journals[directory] = journal

@@ -126,12 +126,13 @@ class Window:
         items = list(items)
         storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
         cache = self.begin(schema)
-        for key, entry, directory in items:
-            self._directories[key] = directory  # first: other threads find it by the list
-            self.entries[key] = entry
-            self.total_samples += entry.num_samples
+        # First: other threads find these by the list.
+        self._directories.update((key, directory) for key, _, directory in items)
+        self.entries.update((key, entry) for key, entry, _ in items)
+        self.total_samples += sum(entry.num_samples for _, entry, _ in items)
+        roots = {directory: files.join(directory, "") for directory in {item[2] for item in items}}
         slots = cache.open(
-            (entry, files.join(directory, entry.file)) for _, entry, directory in items
+            [(entry, roots[directory] + entry.file) for _, entry, directory in items]
         )
         for (key, _, _), slot in zip(items[len(items) - len(slots) :], slots, strict=True):
             self._slots[key] = slot
@@ -155,6 +156,20 @@ class Window:
                 return
         if self.cache is not None and slots:
             self.cache.remove(slots)
+
+    def drop_missing(self) -> bool:
+        """Remove those whose rows are neither in memory nor in a file any more; whether any are.
+
+        For a forked child, whose parent removes files without telling.
+        """
+        with self.changing:
+            gone = []
+            for key in self.trajectory_ids:
+                slot = self._slots.get(key)
+                if (slot is None or not slot.is_filled) and not files.exists(self._path_of(key)):
+                    gone.append(key)
+            self.remove(gone)
+            return bool(gone)
 
     @property
     def has_evicted(self) -> bool:

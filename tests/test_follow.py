@@ -338,7 +338,21 @@ def test_a_store_directory_that_was_replaced_is_read_anew(tmp_path: Path, is_pat
         write(tmp_path / "aside" / "new", 8, 9)
         store.rename(tmp_path / "aside" / "old")
         (tmp_path / "aside" / "new").rename(store)
+        reader.refresh()
         assert numbers_in(reader) == {8, 9}
+
+
+def test_sampling_sees_within_a_second_that_the_directory_was_moved_away(tmp_path: Path) -> None:
+    store = write(tmp_path / "store", 0, 1)
+    with ReplayReader(store) as reader:
+        write(tmp_path / "new", 2, 3)
+        store.rename(tmp_path / "old")
+        (tmp_path / "new").rename(store)
+        deadline = time.monotonic() + 1.1
+        while numbers_in(reader) == {0, 1}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert numbers_in(reader) == {2, 3}
 
 
 def test_a_window_does_not_keep_what_it_slid_over(tmp_path: Path) -> None:
@@ -691,6 +705,28 @@ def test_no_child_hangs_that_is_forked_while_the_writer_thread_works(tmp_path: P
         buffer.flush()
         assert len(set(streams)) == 50
         assert failures == []
+
+
+def sample_what_is_left(parent: Parent, buffer: TrajectoryReplayBuffer) -> None:
+    for i in range(4):
+        buffer.get_trajectory(i)
+    parent.send("ready")
+    parent.receive()
+    assert set((codes_of(buffer.sample(500)) // 1_000_000).tolist()) == {2, 3}
+    assert buffer.window_ids == [2, 3]
+    with pytest.raises(KeyError):
+        buffer.get_trajectory(0)
+
+
+def test_forked_child_goes_on_without_files_that_its_parent_removes(tmp_path: Path) -> None:
+    with opened(tmp_path, sample_window_size=4, cache_size=2) as buffer:
+        add(buffer, 0, 1, 2, 3)
+        buffer.sample(500)  # fills the slots of the newest two
+        with Child(sample_what_is_left, buffer) as child:
+            child.receive()
+            buffer.clear()
+            child.pipe.send("cleared")
+            child.result()
 
 
 def add_until_told(parent: Parent, path: Path) -> None:

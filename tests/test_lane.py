@@ -48,6 +48,10 @@ class Ring:
         extent = self.lane.place(num_rows)
         if extent is None:
             return False
+        self._take(num_rows, extent)
+        return True
+
+    def _take(self, num_rows: int, extent: Extent) -> None:
         row_bytes = self.lane.row_bytes
         assert extent.start % row_bytes == 0
         assert extent.stop - extent.start >= num_rows * row_bytes
@@ -61,6 +65,13 @@ class Ring:
         for array in self.rows(extent, num_rows):
             array[...] = number % 251
         self.live.append((number, extent, num_rows))
+
+    def place_all(self, lengths: list[int]) -> bool:
+        extents = self.lane.place_all(lengths)
+        if extents is None:
+            return False
+        for num_rows, extent in zip(lengths, extents, strict=True):
+            self._take(num_rows, extent)
         return True
 
     def release(self, index: int = 0) -> None:
@@ -111,6 +122,29 @@ def test_mappable_extents_start_on_pages_and_own_whole_pages() -> None:
     assert first == Extent(0, 3000, False)
     assert second == Extent(step, 2 * step, True)
     assert third == Extent(2 * step, 3 * step, True)
+
+
+@pytest.mark.parametrize("row_bytes", [1000, 12_289, 1 << 20])
+def test_many_extents_at_once_lie_where_one_after_the_other_would(row_bytes: int) -> None:
+    alone, together = (make_lane(row_bytes, 500, num_columns=2) for _ in range(2))
+    lengths = [20, 30, 20] if row_bytes > 1000 else [3, 1, 2]
+    extents = together.place_all(lengths)
+    assert extents == [alone.place(num_rows) for num_rows in lengths]
+    assert together.place(2) == alone.place(2)
+    alone.close()
+    together.close()
+
+
+def test_many_extents_are_placed_at_once_only_where_it_is_simple(small_limit: int) -> None:
+    lane = make_lane(4096, 4 * HUGE_PAGE // 4096)
+    assert lane.place_all([1, 400]) is None  # dense and mappable
+    assert lane.place_all([2000, 200]) is None  # more than there is
+    extents = lane.place_all([400, 400, 400, 400])
+    assert extents is not None
+    assert lane.place_all([400, 400]) is None  # behind the newest there is too little left
+    lane.release(extents[0])
+    assert lane.place(400) is not None  # the ring turns
+    lane.close()
 
 
 def test_extents_of_2_mib_start_on_huge_pages() -> None:
@@ -273,7 +307,15 @@ def test_extents_never_overlap_however_often_the_ring_turns(row_bytes: int, seed
 
 @given(
     st.sampled_from([1000, 4096, 8192]),
-    st.lists(st.one_of(st.integers(1, 400), st.just(0), st.just(-1)), max_size=60),
+    st.lists(
+        st.one_of(
+            st.integers(1, 400),
+            st.just(0),
+            st.just(-1),
+            st.lists(st.one_of(st.integers(1, 30), st.just(300)), min_size=1, max_size=20),
+        ),
+        max_size=60,
+    ),
 )
 @settings(
     max_examples=100,
@@ -281,12 +323,16 @@ def test_extents_never_overlap_however_often_the_ring_turns(row_bytes: int, seed
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_order_of_place_and_release_keeps_rows_intact(row_bytes: int, steps: list[int]) -> None:
-    """``n``: place n rows; 0: release the oldest; -1: release the second oldest."""
+def test_any_order_of_place_and_release_keeps_rows_intact(
+    row_bytes: int, steps: list[int | list[int]]
+) -> None:
+    """``n``: place n rows, or all of a list; 0: release the oldest; -1: the second oldest."""
     ring = Ring(make_lane(row_bytes, HUGE_PAGE // row_bytes))
     try:
         for step in steps:
-            if step > 0:
+            if isinstance(step, list):
+                ring.place_all(step)
+            elif step > 0:
                 ring.place(step)
             elif len(ring.live) + step > 0:
                 ring.release(-step)

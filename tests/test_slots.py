@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mmbuf.schema import Array
-from mmbuf.slots import SlotTable, View
+from mmbuf.slots import Facts, SlotTable, View
 
 
 class Model:
@@ -30,6 +30,15 @@ class Model:
         number = self.table.append(num_rows, lane_starts, is_filled=is_filled)
         self.slots.append((number, num_rows, lane_starts, is_filled))
         return number
+
+    def extend(self, lengths: list[int], lane_starts: list[list[int]] | None) -> None:
+        """As `append` of each, unfilled; ``lane_starts`` of each slot."""
+        starts = None if lane_starts is None else np.array(lane_starts, np.int64).T
+        facts = np.arange(3 * len(lengths)).reshape(3, -1)
+        number = self.table.extend(np.array(lengths, np.int64), starts, facts)
+        for i, num_rows in enumerate(lengths):
+            starts_of_slot = None if lane_starts is None else lane_starts[i]
+            self.slots.append((number + i, num_rows, starts_of_slot, False))
 
     def drop_oldest(self) -> None:
         self.table.drop_oldest()
@@ -333,6 +342,26 @@ def test_row_numbers_of_a_gather_are_not_changed_by_it() -> None:
     assert rows.tolist() == [17, 0, 9, 9]
 
 
+def test_facts_stay_with_their_slots() -> None:
+    table = SlotTable(1)
+    for i in range(70):  # past the first arrays
+        table.append(2, [2 * i], is_filled=True, facts=Facts(i, 10 * i, 100 * i))
+    for _ in range(65):
+        table.drop_oldest()
+    rows = np.arange(2 * 70, 2 * 72)
+    table.extend(np.array([2, 3]), rows[None, ::2], np.array([[7, 8], [70, 80], [700, 800]]))
+    view = View(table, is_filled=False)
+    facts = view.facts[:, view.first : view.stop]
+    assert facts.T.tolist() == [
+        *([i, 10 * i, 100 * i] for i in range(65, 70)),
+        [7, 70, 700],
+        [8, 80, 800],
+    ]
+    table.keep(view.first_number + np.array([view.first, view.stop - 1]))
+    view = View(table, is_filled=False)
+    assert view.facts[0, view.first : view.stop].tolist() == [65, 8]
+
+
 class TableMachine(RuleBasedStateMachine):
     """Anything that a cache does to its table, in any order; old views are checked at the end."""
 
@@ -347,6 +376,17 @@ class TableMachine(RuleBasedStateMachine):
         for num_rows in lengths:
             self.model.append(num_rows, list(self.ends))
             self.ends = [end + num_rows + lane * gap for lane, end in enumerate(self.ends)]
+
+    @rule(
+        lengths=st.lists(st.integers(1, 40), min_size=1, max_size=100),
+        is_in_lanes=st.booleans(),
+    )
+    def extend(self, lengths: list[int], is_in_lanes: bool) -> None:
+        starts = []
+        for num_rows in lengths:
+            starts.append(list(self.ends))
+            self.ends = [end + num_rows for end in self.ends]
+        self.model.extend(lengths, starts if is_in_lanes else None)
 
     @rule(num_rows=st.sampled_from([1, 64, 1000, 5000]))
     def append_of_another_size(self, num_rows: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import shutil
+import sys
 import threading
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from mmbuf.entry import Entry, Part
 from mmbuf.index import JOURNAL, Contents, JournalReader
 from mmbuf.schema import Column, Schema
 from mmbuf.stores import Stores
+
+LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 SCHEMA = Schema([Column(("states",), "float32", (3,))])
 OTHER = Schema([Column(("states",), "float64", (3,))])
@@ -222,11 +226,65 @@ def test_a_journal_that_has_not_changed_costs_one_stat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(begin(tmp_path, 0))
+    journal = str(tmp_path / JOURNAL)
+    inode = os.stat(journal).st_ino
     calls: list[object] = []
-    really = files.signature
-    monkeypatch.setattr(files, "signature", lambda file: calls.append(file) or really(file))
+    for name in ("stat", "fstat", "lstat"):
+        really = getattr(os, name)
+
+        def counted(file: object, really: Any = really) -> object:
+            status = really(file)
+            if status.st_ino == inode:
+                calls.append(file)
+            return status
+
+        monkeypatch.setattr(os, name, counted)
     assert not seen.stores.has_news()
-    assert calls == [str(tmp_path / JOURNAL)]
+    assert [type(call) for call in calls] == [int]  # of the open file, which is the cheapest
+    monkeypatch.setattr(stores, "_LOOK_S", -1.0)
+    calls.clear()
+    assert not seen.stores.has_news()
+    assert calls == [journal]
+
+
+def held(directory: Path) -> list[str]:
+    """Paths of the files below ``directory`` that this process has open."""
+    paths = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in paths if path.startswith(str(directory))]
+
+
+@LINUX_ONLY
+def test_closing_lets_go_of_the_journals(tmp_path: Path) -> None:
+    seen = Seen(begin(tmp_path, 0))
+    assert held(tmp_path) == [str(tmp_path / JOURNAL)]
+    seen.stores.close()
+    assert held(tmp_path) == []
+    assert not seen.stores.has_news()
+
+
+def test_stores_are_followed_when_no_descriptor_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(files, "Watch", refuse)
+    seen = Seen(begin(tmp_path, 0))
+    assert not seen.stores.has_news()
+    append(tmp_path, add_line(entry(1)))
+    assert seen.stores.has_news()
+
+
+@LINUX_ONLY
+def test_no_more_than_16_journals_are_held_open(tmp_path: Path) -> None:
+    for i in range(20):
+        begin(tmp_path / f"rank_{i}", i)
+    seen = Seen(tmp_path / "rank_*")
+    assert len(held(tmp_path)) == 16
+    seen.stores.close()
 
 
 def test_each_entry_comes_with_its_number_among_all_that_were_added(tmp_path: Path) -> None:
