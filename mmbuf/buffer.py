@@ -11,21 +11,23 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from mmbuf import checkpoint, files, storage
 from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
+from mmbuf.sampling import Sampler
 from mmbuf.schema import measure
 from mmbuf.trajectory import Trajectory, fields_of
-from mmbuf.window import Batch, Window
+from mmbuf.window import Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 
 _log = logging.getLogger("mmbuf")
@@ -98,6 +100,7 @@ class TrajectoryReplayBuffer:
         self._save_lock = threading.Lock()  # nothing is cleared or loaded while one saves; first
         self._add_lock = threading.Lock()  # one caller at a time adds, flushes, clears or closes
         self._is_closed = False
+        self._add_wait_s = 0.0
         self._next_id = 0
         self._id_step = 1
         self._window = Window(
@@ -182,19 +185,22 @@ class TrajectoryReplayBuffer:
         size_bytes = payload.size_bytes
         if writer is not None:
             self._budget.check(size_bytes)
-            writer.wait_for_room(size_bytes)
+            with self._waiting():
+                writer.wait_for_room(size_bytes)
         cache = self._window.begin(payload.schema)
         while (slot := cache.put(entry, payload, is_written=writer is None)) is None:
             # The ring of addresses is full: wait for gathers to end, or for files to be written.
-            if cache.make_room():
-                time.sleep(0.0005)
-            elif writer is not None and writer.num_pending:
-                writer.wait_for_next()
-            else:
-                raise MemoryError(
-                    f"a trajectory of {size_bytes} bytes: expected room for the window in the "
-                    f"reserved addresses, got none. Raise RLIMIT_AS or shrink sample_window_size."
-                )
+            with self._waiting():
+                if cache.make_room():
+                    time.sleep(0.0005)
+                elif writer is not None and writer.num_pending:
+                    writer.wait_for_next()
+                else:
+                    raise MemoryError(
+                        f"a trajectory of {size_bytes} bytes: expected room for the window in the "
+                        f"reserved addresses, got none. Raise RLIMIT_AS or shrink "
+                        f"sample_window_size."
+                    )
         # Before the writer starts: torch drops the GIL to free what NumPy looked into, and would
         # wait up to 5 ms to get it back.
         del payload
@@ -206,19 +212,45 @@ class TrajectoryReplayBuffer:
         else:
             cache.reclaim()
 
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._add_wait_s += time.monotonic() - start_s
+
     # -- sampling ----------------------------------------------------------------------------
 
-    def sample(self, num_chunks: int = 0, out: Mapping[str, Any] | None = None) -> Batch:
+    def sample(
+        self,
+        num_chunks: int = 0,
+        out: Mapping[str, Any] | None = None,
+        *,
+        sampler: Sampler | None = None,
+        with_info: bool = False,
+        as_numpy: bool = False,
+        as_tensordict: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Any:
         """``num_chunks`` rows, uniform with replacement over the rows of the window.
 
         A nested dict with the trajectories' own keys and dtypes, tensors ``[K, ...]`` that are the
         caller's to keep and change (text: list of K str). ``out``: an earlier batch of as many
         rows, refilled in place. ValueError for ``num_chunks`` < 1, EmptyBufferError when there is
         nothing to draw from, SchemaError when ``out`` is not such a batch. Thread-safe.
+
+        ``sampler``: another way to draw, see `mmbuf.sampling`. ``with_info`` adds
+        ``batch["info"]``, int64: ``trajectory_id``, ``step`` and ``env`` of each row, and its
+        ``handle`` ``[K, 2]``, which stays its name for as long as the trajectory exists.
+        ``as_numpy``: arrays, bfloat16 and float8 as float32. ``as_tensordict``: a `TensorDict`.
+        ``device``: tensors there, copied from pinned memory without waiting for the copy. The last
+        three are not for batches that are refilled.
         """
         if self._is_closed:
             raise _closed("sample")
-        return self._retried(partial(self._window.sample, num_chunks, out))
+        options = (sampler, with_info, as_numpy, as_tensordict, device)
+        return self._retried(partial(self._window.sample, num_chunks, out, *options))
 
     def get_trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory as it was added, steps that are left out of the rows included.
@@ -276,13 +308,31 @@ class TrajectoryReplayBuffer:
         """`is_ready`, for callers that await it."""
         return self.is_ready(min_size)
 
-    def get_stats(self) -> dict[str, int]:
-        """Counts of the trajectory list, the window, the cache and what is still to be written."""
+    def get_stats(self) -> dict[str, Any]:
+        """Counts of the list, the window, the cache, the sampling and what is still to be written.
+
+        ``sampled_rows_per_s`` is since they were asked last, ``reuse`` the rows sampled for each
+        row that was added, ``window_age_s`` the age of the oldest trajectory of the window, and
+        ``add_wait_s`` how long adding has waited for the disk or for room. Samplers that have drawn
+        from the buffer add counts of their own.
+        """
         stats = self._window.get_stats()
         stats["trajectory_counter"] = self._next_id
+        stats["add_wait_s"] = self._add_wait_s
         stats["pending_trajectories"] = self._writer.num_pending if self._writer else 0
         stats["pending_bytes"] = self._writer.pending_bytes if self._writer else 0
         return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generator: a buffer of the same content that loads it goes on alike.
+
+        Checkpoints have it too; this is for what goes on in another way, such as a dataset.
+        """
+        return self._window.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the stream of a `state_dict`; ValueError, nothing changed, if it is none."""
+        self._window.load_state_dict(state)
 
     def _metadata(self) -> dict[str, Any]:
         return {

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,9 +37,11 @@ from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError
 from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
 from mmbuf.pool import MIN_BYTES, BatchPool
-from mmbuf.schema import Array, Column, Payload, Schema
+from mmbuf.sampling.draw import Draw, StaleSightError
+from mmbuf.schema import Array, Column, Path, Payload, Schema
 from mmbuf.slots import Facts, SlotTable, View
 
+_Seen = TypeVar("_Seen")
 Leaf = Any  # an array [K, *S] in storage dtype, or a list of K str
 Lent = tuple[list[Array], dict[int, list[str]]]  # rows of each column, strings of text columns
 
@@ -55,6 +57,30 @@ class _Retired:
     blockers: list[View]
     place: Place | None
     number: int | None
+
+
+class Sight:
+    """The window as one gather sees it, for samplers; see `mmbuf.sampling.Sight`."""
+
+    __slots__ = ("_cache", "view")
+
+    def __init__(self, cache: TrajectoryCache, view: View) -> None:
+        self._cache = cache
+        self.view = view
+
+    @property
+    def owner(self) -> object:
+        return self._cache.identity
+
+    @property
+    def schema(self) -> Schema:
+        return self._cache.schema
+
+    def read(self, paths: Sequence[Path], rows: Array) -> list[Leaf]:
+        return self._cache.read(self.view, paths, rows)
+
+    def entry(self, index: int) -> Entry:
+        return self._cache.entry(self.view, index)
 
 
 class TrajectoryCache:
@@ -75,6 +101,8 @@ class TrajectoryCache:
         reserved_bytes: int = RESERVED_BYTES,
     ) -> None:
         self.schema = schema
+        self.identity = object()  # of its slot numbers
+        self._positions = {column.path: i for i, column in enumerate(schema.columns)}
         self._window_size = window_size
         self._cache_size = cache_size
         self._can_map = can_map
@@ -227,13 +255,40 @@ class TrajectoryCache:
         Arrays ``[K, *S]`` in storage dtype, or list of K str. ``out``: such, to be refilled.
         EmptyBufferError when there is no row.
         """
+        return self._look(lambda view: self._gather(view, draw(view.low, view.high), out))
+
+    def sample(
+        self,
+        draw: Callable[[Sight], Draw],
+        targets: Callable[[Draw], Sequence[Leaf] | None],
+        *,
+        has_info: bool,
+    ) -> tuple[list[Leaf], Draw, Array | None]:
+        """What a sampler draws: `gather` of its rows, the `Draw` itself and the rows' origins.
+
+        ``targets(draw)`` are the arrays to be refilled, or None. The origins, with ``has_info``
+        only, are int64 ``[5, K]``: trajectory id, step, environment, mark of the uuid, row in the
+        trajectory.
+        """
+
+        def look(view: View) -> tuple[list[Leaf], Draw, Array | None]:
+            drawn = draw(Sight(self, view))
+            leaves = self._gather_draw(view, drawn, targets(drawn))
+            return leaves, drawn, _origins(view, drawn.rows) if has_info else None
+
+        return self._look(look)
+
+    def _look(self, look: Callable[[View], _Seen]) -> _Seen:
+        """What ``look`` gives of the current view, while nothing that it shows is given back."""
         mark = object()
         while True:
             view = self._mark(mark)
             try:
                 if view.low == view.high:
                     raise EmptyBufferError("sample: expected rows to draw from, got none.")
-                return self._gather(view, draw(view.low, view.high), out)
+                return look(view)
+            except StaleSightError:
+                continue  # by now there is a newer one
             except FileNotFoundError as error:
                 # Whoever unlinks a file has published a view without it before.
                 if view is self._view:
@@ -529,13 +584,13 @@ class TrajectoryCache:
     def _gather(self, view: View, rows: Array, out: Sequence[Leaf] | None) -> list[Leaf]:
         slots = view.slots_of(rows) if view.needs_slots else None
         if slots is not None and not view.is_filled and not self._fill_drawn(view, slots):
-            return self._gather_mixed(view, rows, slots, out)
+            leaves = self._targets(len(rows), out)
+            self._gather_mixed(view, rows, slots, leaves)
+            return self._with_text(leaves, out)
         lane_rows = view.lane_rows(rows, slots) or [rows]  # no lane where no column has bytes
         if out is None and len(rows) * self._widest < MIN_BYTES:
             # The small batch: nothing but one take a column, since each step counts here.
-            leaves: list[Leaf] = [
-                take(lane_rows[lane], 0, None, "clip") for lane, take in self._takes
-            ]
+            leaves = [take(lane_rows[lane], 0, None, "clip") for lane, take in self._takes]
         else:
             leaves = self._targets(len(rows), out)
             for (lane, take), leaf in zip(self._takes, leaves, strict=True):
@@ -578,18 +633,64 @@ class TrajectoryCache:
                 self._fill(slot)
         return bool(view.filled.take(slots).all())
 
-    def _gather_mixed(
-        self, view: View, rows: Array, slots: Array, out: Sequence[Leaf] | None
-    ) -> list[Leaf]:
-        """Rows with pages from the ranges, the others from their files."""
-        leaves = self._targets(len(rows), out)
+    def _gather_draw(self, view: View, draw: Draw, out: Sequence[Leaf] | None) -> list[Leaf]:
+        """The columns of a draw, each from its own rows."""
+        if not draw.moved and not draw.replaced:
+            return self._gather(view, draw.rows, out)
+        moved, moved_rows = draw.moved or (frozenset(), draw.rows)
+        leaves = self._targets(len(draw.rows), out)
+        kept: list[Leaf] = [None] * len(leaves)
+        others = kept.copy()
+        for path, position in self._positions.items():
+            if path in draw.replaced:
+                if out is None:
+                    leaves[position] = draw.replaced[path]
+                else:
+                    leaves[position][...] = draw.replaced[path]
+            else:
+                (others if path in moved else kept)[position] = leaves[position]
+        self._gather_some(view, draw.rows, kept)
+        self._gather_some(view, moved_rows, others)
+        return self._with_text(leaves, out)
+
+    def read(self, view: View, paths: Sequence[Path], rows: Array) -> list[Leaf]:
+        """These columns of these rows, for a `Sight`."""
+        leaves: list[Leaf] = [None] * len(self.schema.columns)
+        for path in paths:
+            column = self.schema.columns[self._positions[path]]
+            leaves[self._positions[path]] = np.empty((len(rows), *column.row_shape), column.storage)
+        self._gather_some(view, rows, leaves)
+        found = []
+        for path in paths:
+            text = self._places.texts.get(self._positions[path])
+            leaf = leaves[self._positions[path]]
+            found.append(leaf if text is None else text.decode(leaf))
+        return found
+
+    def entry(self, view: View, index: int) -> Entry:
+        """Of the slot of this index of the view, which is marked."""
+        return self._slots[view.first_number + index].entry
+
+    def _gather_some(self, view: View, rows: Array, leaves: Sequence[Leaf]) -> None:
+        """Rows of those columns whose leaf is not None, into it; of text the codes."""
+        slots = view.slots_of(rows) if view.needs_slots else None
+        if slots is not None and not view.is_filled and not self._fill_drawn(view, slots):
+            self._gather_mixed(view, rows, slots, leaves)
+            return
+        lane_rows = view.lane_rows(rows, slots) or [rows]
+        for (lane, take), leaf in zip(self._takes, leaves, strict=True):
+            if leaf is not None:
+                take(lane_rows[lane], 0, leaf, "clip")
+
+    def _gather_mixed(self, view: View, rows: Array, slots: Array, leaves: Sequence[Leaf]) -> None:
+        """Rows with pages from the ranges, the others from their files; as `_gather_some`."""
         is_warm = view.filled.take(slots)
         warm = is_warm.nonzero()[0]
         if len(warm):
             warm_rows, warm_slots = rows[warm], slots[warm]
             lane_rows = view.lane_rows(warm_rows, warm_slots)
             for leaf, home in zip(leaves, self._places.homes, strict=True):
-                if home is not None:
+                if leaf is not None and home is not None:
                     leaf[warm] = home[2].take(lane_rows[home[0]], 0, None, "clip")
         cold = (~is_warm).nonzero()[0]
         # Slot by slot, so that each file is opened once.
@@ -601,7 +702,15 @@ class TrajectoryCache:
             if start < stop:
                 slot = self._slots[view.first_number + int(cold_slots[start])]
                 self._places.read_rows(slot, local[start:stop], leaves, cold[start:stop])
-        return self._with_text(leaves, out)
+
+
+def _origins(view: View, rows: Array) -> Array:
+    """Trajectory id, step, environment, mark of the uuid and row in the trajectory; ``[5, K]``."""
+    slots = view.slots_of(rows)
+    num_envs, trajectory_ids, marks = view.facts.take(slots, 1)
+    local = rows - view.first_rows(slots)
+    steps, envs = np.divmod(local, num_envs)
+    return np.stack([trajectory_ids, steps, envs, marks, local])
 
 
 def _facts(entry: Entry) -> Facts:

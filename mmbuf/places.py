@@ -205,11 +205,13 @@ class Places:
     def read_rows(self, slot: Slot, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
         """Read ``rows`` of a cold slot from its file into ``leaves[position][targets]``.
 
-        Of text columns the codes.
+        Of text columns the codes. Columns whose leaf is None are left out.
         """
         with self._opened(slot) as source:
             source.read_rows(rows, leaves, targets)
             for position, text in self.texts.items():
+                if leaves[position] is None:
+                    continue
                 codes, strings = source.read_text(position)
                 leaves[position][targets] = text.encode(strings)[codes[rows]]
 

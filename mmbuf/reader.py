@@ -14,13 +14,15 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch.utils.data import get_worker_info
 
 from mmbuf import files
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.sampling import Sampler
 from mmbuf.stores import News, Stores, checked_shard
 from mmbuf.trajectory import Trajectory
-from mmbuf.window import Batch, Window
+from mmbuf.window import Window
 
 _Path = str | os.PathLike[str]
 _Read = TypeVar("_Read")
@@ -149,13 +151,24 @@ class ReplayReader:
         finally:
             self._num_changes += 1
 
-    def sample(self, num_chunks: int, out: Mapping[str, Any] | None = None) -> Batch:
+    def sample(
+        self,
+        num_chunks: int,
+        out: Mapping[str, Any] | None = None,
+        *,
+        sampler: Sampler | None = None,
+        with_info: bool = False,
+        as_numpy: bool = False,
+        as_tensordict: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Any:
         """As `TrajectoryReplayBuffer.sample`; of what has been published up to now."""
         if self._is_closed:
             raise _closed("sample")
         if self._follow and (self._stores.has_news() or self._window.has_evicted):
             self.refresh()
-        return self._retried(partial(self._window.sample, num_chunks, out))
+        options = (sampler, with_info, as_numpy, as_tensordict, device)
+        return self._retried(partial(self._window.sample, num_chunks, out, *options))
 
     def wait_for(self, min_size: int, timeout_s: float | None = None) -> bool:
         """Sleep until there are ``min_size`` trajectories; False if not within ``timeout_s``.
@@ -218,8 +231,8 @@ class ReplayReader:
         """Ids of the trajectories that `sample` draws from, oldest first."""
         return self._window.window_ids
 
-    def get_stats(self) -> dict[str, int]:
-        """Counts of the list, the window and the cache; stores, and how far behind the reader is.
+    def get_stats(self) -> dict[str, Any]:
+        """As of the buffer, of list, window, cache and sampling; stores, and how far it is behind.
 
         ``unread_bytes`` are those of the journals that are not read yet.
         """

@@ -8,25 +8,40 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from mmbuf import files, sampling, storage
-from mmbuf.cache import STATS, Leaf, TrajectoryCache
+from mmbuf import files, storage
+from mmbuf.batch import (
+    Batch,
+    Leaf,
+    check_free,
+    nested,
+    numpy_of,
+    put_text,
+    targets,
+    tensordict_of,
+)
+from mmbuf.cache import STATS, TrajectoryCache
 from mmbuf.entry import Entry
-from mmbuf.errors import EmptyBufferError, SchemaError
+from mmbuf.errors import EmptyBufferError
 from mmbuf.places import Slot
-from mmbuf.schema import Column, Schema, interleave
+from mmbuf.sampling.draw import Draw, Sampler
+from mmbuf.sampling.uniform import Uniform, uniform
+from mmbuf.schema import Array, Column, Schema, interleave
+from mmbuf.staging import Staging, as_device
 from mmbuf.trajectory import Trajectory
 
-Batch = dict[str, Any]
+_UNIFORM = Uniform()  # it remembers nothing, so all may share it
+
 Key = Hashable  # what a trajectory of the list is called: its id, where there is only one store
 Item = tuple[Key, Entry, str]  # and the directory of its file
 
@@ -60,6 +75,13 @@ class Window:
         self._seeds = seeds
         self.generator = np.random.default_rng(seeds)
         self._num_children = 0
+        self.identity = object()  # what its samplers are known by
+        self._samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
+        self._stagings: dict[torch.device, Staging] = {}
+        self._count_lock = threading.Lock()  # guards the next two
+        self._num_sampled = 0
+        self._counted = (0, time.monotonic())  # rows and time when it was asked last
+        self._num_seen = 0  # rows that were ever in the list
         self._on_fork = on_fork  # called in a forked child, to make other locks anew
         # Held while a reader's list changes, and by a fork: so that no child has half a change.
         self.changing = threading.RLock()
@@ -101,6 +123,7 @@ class Window:
         with self._list_lock:
             self.entries[entry.trajectory_id] = entry
             self.total_samples += entry.num_samples
+        self._num_seen += entry.num_samples
         self._slots[entry.trajectory_id] = slot
         if self._window_size:
             self._leaving.append(entry.trajectory_id)
@@ -129,7 +152,9 @@ class Window:
         # First: other threads find these by the list.
         self._directories.update((key, directory) for key, _, directory in items)
         self.entries.update((key, entry) for key, entry, _ in items)
-        self.total_samples += sum(entry.num_samples for _, entry, _ in items)
+        num_rows = sum(entry.num_samples for _, entry, _ in items)
+        self.total_samples += num_rows
+        self._num_seen += num_rows
         roots = {directory: files.join(directory, "") for directory in {item[2] for item in items}}
         slots = cache.open(
             [(entry, roots[directory] + entry.file) for _, entry, directory in items]
@@ -207,30 +232,126 @@ class Window:
     def close(self) -> None:
         """Give all memory back, once the gathers that go on have ended."""
         _windows.discard(self)
+        self._stagings.clear()
         if self.cache is not None:
             self.cache.close()
 
-    def sample(self, num_chunks: int, out: Mapping[str, Any] | None = None) -> Batch:
-        """``num_chunks`` rows, uniform with replacement over the window's rows.
+    def sample(
+        self,
+        num_chunks: int,
+        out: Mapping[str, Any] | None = None,
+        sampler: Sampler | None = None,
+        with_info: bool = False,
+        as_numpy: bool = False,
+        as_tensordict: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Any:
+        """As `TrajectoryReplayBuffer.sample`."""
+        if device is None and not as_numpy and not as_tensordict:
+            return self._sample(num_chunks, out, sampler, with_info)
+        if out is not None or (as_numpy and (as_tensordict or device is not None)):
+            raise ValueError(
+                "sample: expected one of out, as_numpy, and as_tensordict or device, got several."
+            )
+        if device is None:
+            batch = self._sample(num_chunks, None, sampler, with_info)
+        else:
+            batch = self._send(as_device(device), num_chunks, sampler, with_info)
+        if as_numpy:
+            return numpy_of(batch)
+        return tensordict_of(batch, (sampler or _UNIFORM).num_dims) if as_tensordict else batch
 
-        A nested dict of tensors ``[K, *S]`` that are the caller's (text: list of K str), or
-        ``out`` itself, refilled. Thread-safe.
-        """
+    def _sample(
+        self,
+        num_chunks: int,
+        out: Mapping[str, Any] | None,
+        sampler: Sampler | None,
+        with_info: bool,
+    ) -> Batch:
         if num_chunks <= 0:
             raise ValueError(f"num_chunks: expected at least 1, got {num_chunks}.")
-        draw = partial(sampling.uniform, self.generator, num_chunks)
         while True:
             cache = self.cache
             if cache is None:
                 raise EmptyBufferError("sample: expected rows to draw from, got none.")
             try:
-                if out is not None:
-                    cache.gather(draw, _targets(cache.schema, out, num_chunks))
-                    return out  # type: ignore[return-value]
-                return _batch(cache.schema, cache.gather(draw))
+                if sampler is not None or with_info:
+                    return self._sample_by(sampler, cache, num_chunks, out, has_info=with_info)
+                draw = partial(uniform, self.generator, num_chunks)
+                if out is None:
+                    batch = nested(cache.schema, cache.gather(draw))
+                else:
+                    cache.gather(draw, targets(cache.schema, out, (num_chunks,)))
+                    batch = out  # type: ignore[assignment]
             except EmptyBufferError:
                 if cache is self.cache:  # else another schema's has taken its place
                     raise
+            else:
+                self._count_sampled(num_chunks)
+                return batch
+
+    def _sample_by(
+        self,
+        sampler: Sampler | None,
+        cache: TrajectoryCache,
+        num_chunks: int,
+        out: Mapping[str, Any] | None,
+        *,
+        has_info: bool,
+    ) -> Batch:
+        if sampler is None:
+            sampler = _UNIFORM
+        else:
+            self._own(sampler)
+        has_info = has_info or sampler.needs_info
+
+        def into(draw: Draw) -> list[Leaf] | None:
+            check_free(cache.schema, [*draw.added, *(["info"] if has_info else [])])
+            if out is None:
+                return None
+            return targets(cache.schema, out, draw.shape or (len(draw.rows),))
+
+        leaves, draw, origins = cache.sample(
+            lambda sight: sampler.draw(sight, num_chunks, self.generator), into, has_info=has_info
+        )
+        batch = nested(cache.schema, leaves, draw.shape)
+        if out is not None:
+            if draw.shape:
+                put_text(cache.schema, out, batch)
+            batch = out  # type: ignore[assignment]
+        for name, values in draw.added.items():
+            batch[name] = torch.from_numpy(values)
+        if origins is not None:
+            batch["info"] = _info(origins, draw.shape or (len(draw.rows),))
+        self._count_sampled(len(draw.rows))
+        return batch
+
+    def _send(
+        self, device: torch.device, num_chunks: int, sampler: Sampler | None, with_info: bool
+    ) -> Batch:
+        """A batch on a device."""
+        staging = self._stagings.setdefault(device, Staging(device))
+        is_even = sampler is None or sampler.has_even_batches
+
+        def fill(out: Batch | None) -> Batch:
+            return self._sample(num_chunks, out if is_even else None, sampler, with_info)
+
+        return staging.send((num_chunks, sampler, with_info), fill)
+
+    def _own(self, sampler: Sampler) -> None:
+        """ValueError for a sampler that belongs to another."""
+        if sampler.owner is None:
+            sampler.owner = self.identity
+            self._samplers.add(sampler)
+        elif sampler.owner is not self.identity:
+            raise ValueError(
+                "sampler: expected one of this buffer's own, got one that has drawn from another. "
+                "Make one for each."
+            )
+
+    def _count_sampled(self, num_rows: int) -> None:
+        with self._count_lock:
+            self._num_sampled += num_rows
 
     def get_trajectory(self, trajectory_id: Key) -> Trajectory:
         """One trajectory ``[T, B, ...]``, left-out steps included.
@@ -316,12 +437,35 @@ class Window:
             if other == directory and key in self.entries
         }
 
-    def get_stats(self) -> dict[str, int]:
-        """Counts of the list, the window and the cache."""
-        stats = {"num_trajectories": len(self.entries), "total_samples": self.total_samples}
-        if self.cache is None:
-            return stats | dict.fromkeys(STATS, 0)
-        return stats | self.cache.get_stats()
+    def get_stats(self) -> dict[str, Any]:
+        """Counts of the list, the window, the cache and the sampling.
+
+        ``sampled_rows_per_s`` is since it was asked last; ``reuse`` the rows sampled for each row
+        that was taken in; ``window_age_s`` the age of the window's oldest trajectory.
+        """
+        stats: dict[str, Any] = {
+            "num_trajectories": len(self.entries),
+            "total_samples": self.total_samples,
+        }
+        stats |= dict.fromkeys(STATS, 0) if self.cache is None else self.cache.get_stats()
+        stats |= self._rates()
+        for sampler in list(self._samplers):
+            stats |= sampler.get_stats()
+        return stats
+
+    def _rates(self) -> dict[str, float]:
+        now = time.monotonic()
+        with self._count_lock:
+            num_rows, (before, then) = self._num_sampled, self._counted
+            self._counted = (num_rows, now)
+        oldest = next(iter(self.window_ids), None)
+        entry = None if oldest is None else self.entries.get(oldest)
+        return {
+            "sampled_rows": num_rows,
+            "sampled_rows_per_s": (num_rows - before) / max(now - then, 1e-9),
+            "reuse": num_rows / self._num_seen if self._num_seen else 0.0,
+            "window_age_s": 0.0 if entry is None else max(0.0, time.time() - entry.added_at),
+        }
 
     def spawn(self) -> np.random.SeedSequence:
         """Seeds of a child's stream: another one for each call."""
@@ -363,80 +507,28 @@ class Window:
         self.generator = np.random.default_rng(self._seeds)
         self._num_children = 0
         self._list_lock = threading.Lock()
+        self._count_lock = threading.Lock()
         self.changing = threading.RLock()
+        for sampler in list(self._samplers):
+            sampler.renew_lock()
         if self.cache is not None:
             self.cache.renew_locks()
         self._on_fork()
 
 
+def _info(origins: Array, shape: tuple[int, ...]) -> Batch:
+    """Where rows are from, as tensors of leading dimensions ``shape``."""
+    found = torch.from_numpy(origins).view(len(origins), *shape)
+    return {
+        "trajectory_id": found[0],
+        "step": found[1],
+        "env": found[2],
+        "handle": torch.stack([found[3], found[4]], -1),
+    }
+
+
 def _nothing_to_put(entry: Entry, path: str, format_name: str) -> Entry:
     raise AssertionError("there is no trajectory")
-
-
-def _batch(schema: Schema, leaves: list[Leaf]) -> Batch:
-    """Arrays in storage dtype as the nested dict of tensors; views."""
-    tensors: list[Any] = [
-        leaf if isinstance(leaf, list) else torch.from_numpy(leaf) for leaf in leaves
-    ]
-    for position, dtype in schema.viewed:
-        tensors[position] = tensors[position].view(dtype)
-    return schema.nest(tensors)
-
-
-def _targets(schema: Schema, out: Mapping[str, Any], num_chunks: int) -> list[Leaf]:
-    """The memory of ``out``, column by column; SchemaError if it is not such a batch."""
-    leaves = schema.pick(out, "out")
-    if schema.is_plain:
-        # All columns at once, since each step counts in a small batch.
-        with suppress(AttributeError, TypeError, RuntimeError):
-            targets = [leaf.numpy() for leaf in leaves]
-            if (
-                [target.shape for target in targets] == schema.shapes(num_chunks)
-                and [target.dtype for target in targets] == schema.storages
-                and all(target.flags.c_contiguous for target in targets)
-            ):
-                return targets
-    return [
-        _target(column, leaf, num_chunks)
-        for column, leaf in zip(schema.columns, leaves, strict=True)
-    ]
-
-
-def _target(column: Column, leaf: Any, num_chunks: int) -> Leaf:
-    if column.is_text:
-        if not isinstance(leaf, list):
-            raise _misfit(column, num_chunks, leaf)
-        return leaf
-    try:
-        if column.viewed_as is None:
-            array = leaf.numpy()
-        else:
-            array = leaf.view(column.storage_as).numpy()
-            if leaf.dtype != column.viewed_as:
-                raise _misfit(column, num_chunks, leaf)
-    except (AttributeError, TypeError, RuntimeError) as error:
-        # No tensor, or one that NumPy cannot look into: on a device, with grad, conjugate.
-        raise _misfit(column, num_chunks, leaf) from error
-    if (
-        array.dtype != column.storage
-        or array.shape != (num_chunks, *column.row_shape)
-        or not array.flags.c_contiguous
-    ):
-        raise _misfit(column, num_chunks, leaf)
-    return array
-
-
-def _misfit(column: Column, num_chunks: int, leaf: object) -> SchemaError:
-    shape = (num_chunks, *column.row_shape)
-    if isinstance(leaf, torch.Tensor):
-        came = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}"
-        came += "" if leaf.is_contiguous() else ", not contiguous"
-        came += ", requires grad" if leaf.requires_grad else ""
-        came += ", a conjugate or negative view" if leaf.is_conj() or leaf.is_neg() else ""
-    else:
-        came = type(leaf).__name__
-    expected = "a list of str" if column.is_text else f"a contiguous {column.dtype} {shape} on cpu"
-    return SchemaError(f"column {column.name!r} of out: expected {expected}, got {came}.")
 
 
 def _whole(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> Any:

@@ -146,6 +146,11 @@ class LookAlike:
     next_obs: dict[str, Any] = field(default_factory=dict)
 
 
+def counts_of(buffer: mmbuf.TrajectoryReplayBuffer) -> dict[str, Any]:
+    """Its statistics without those that time alone changes."""
+    return {name: n for name, n in buffer.get_stats().items() if not name.endswith("_s")}
+
+
 def rows_and_texts(payload: Payload) -> tuple[list[Array], dict[int, list[str]]]:
     """The rows of each column and the strings of text, as the writer hands them to a format."""
     rows: list[Array] = []

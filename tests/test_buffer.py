@@ -11,6 +11,7 @@ import random
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from data import (
     bits,
     columns_of,
     contents_of,
+    counts_of,
     is_equal,
     is_whole,
     names_of,
@@ -567,11 +569,11 @@ def test_of_a_misfit_nothing_is_kept_and_later_adds_work(
     item, message = MISFITS[case]
     with made(tmp_path, is_saved, True) as buffer:
         fill(buffer, 1)
-        before = buffer.get_stats()
+        before = counts_of(buffer)
         with pytest.raises(SchemaError, match=message):
             buffer.add_trajectories([item])
         buffer.flush()
-        after = buffer.get_stats()
+        after = counts_of(buffer)
         pending = dict.fromkeys(("pending_trajectories", "pending_bytes", "cache_maps"), 0)
         assert after | pending == before | pending
         buffer.add_trajectories([trajectory(2)])
@@ -730,7 +732,8 @@ def test_size_and_samples_count_the_list_and_the_window_has_counts_of_its_own(
         assert buffer.trajectory_ids == [0, 1, 2, 3, 4]
         assert buffer.window_ids == [2, 3, 4]
         assert buffer.trajectory_counter == 5
-        assert buffer.get_stats() == {
+        buffer.sample(2 * N)
+        assert counts_of(buffer) == {
             "num_trajectories": 5,
             "total_samples": 5 * N,
             "window_trajectories": 3,
@@ -738,10 +741,40 @@ def test_size_and_samples_count_the_list_and_the_window_has_counts_of_its_own(
             "cache_size": 2,
             "cache_filled": 2,
             "cache_maps": 0,
+            "sampled_rows": 2 * N,
+            "reuse": 2 / 5,
             "trajectory_counter": 5,
             "pending_trajectories": 0,
             "pending_bytes": 0,
         }
+
+
+def test_stats_tell_the_rate_the_age_and_the_waiting(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        fill(buffer, 2)
+        buffer.get_stats()
+        start_s = time.monotonic()
+        buffer.sample(1000)
+        time.sleep(0.02)
+        stats = buffer.get_stats()
+        took_s = time.monotonic() - start_s
+        assert 1000 / took_s <= stats["sampled_rows_per_s"] <= 1000 / 0.02
+        assert stats["window_age_s"] >= 0.02
+        assert stats["add_wait_s"] >= 0.0
+        assert buffer.get_stats()["sampled_rows_per_s"] == 0.0  # since it was asked last
+
+
+def test_waiting_for_the_disk_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = files.rename
+
+    def slowly(source: str, target: str) -> None:
+        time.sleep(0.05)
+        really(source, target)
+
+    monkeypatch.setattr(files, "rename", slowly)
+    with opened(tmp_path, max_pending_bytes=0) as buffer:
+        fill(buffer, 3)
+        assert buffer.get_stats()["add_wait_s"] >= 0.05
 
 
 def test_stats_have_the_same_keys_before_the_first_trajectory() -> None:

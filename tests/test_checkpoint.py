@@ -29,6 +29,7 @@ from data import (
     anonymous_bytes,
     columns_of,
     contents_of,
+    counts_of,
     is_equal,
     is_whole,
     names_of,
@@ -352,7 +353,7 @@ def test_saving_changes_nothing_in_the_buffer(
             return [
                 buffer._window.generator.bit_generator.state,
                 (buffer.trajectory_ids, buffer.window_ids, buffer.trajectory_counter),
-                buffer.get_stats(),
+                counts_of(buffer),
                 buffer.trajectory_format,
                 contents_of(live) if is_saved else None,
             ]

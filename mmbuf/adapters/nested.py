@@ -148,9 +148,12 @@ class Source:
         return codes, table.decode(np.arange(codes.max() + 1))
 
     def read_rows(self, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
-        """Read ``rows`` of each column that is not text into ``leaves[column][targets]``."""
+        """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
+
+        Columns whose leaf is None are left out.
+        """
         for position, column in enumerate(self._payload.schema.columns):
-            if not column.is_text:
+            if leaves[position] is not None and not column.is_text:
                 leaves[position][targets] = self._rows(position, rows)
 
     def all_rows(self) -> list[Array | list[str]]:

@@ -147,6 +147,7 @@ def read_rows(
 ) -> None:
     """Read ``rows`` of each column that is not text into ``leaves[column][targets]``.
 
+    Columns whose leaf is None are left out.
     ``read(position, at, view)`` reads bytes of a column from byte ``at`` of its rows. The leaves
     are C-contiguous ``[K, *S]`` arrays in storage dtype.
     """
@@ -154,7 +155,7 @@ def read_rows(
     for position, (column, part, leaf) in enumerate(columns):
         step = column.row_bytes
         size = part.rows * step
-        if column.is_text or not size:
+        if leaf is None or column.is_text or not size:
             continue
         if size <= _READ_WHOLE:
             # One call for all rows costs less than a call for each.

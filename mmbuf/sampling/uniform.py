@@ -1,9 +1,10 @@
-"""Which rows: pure functions of a generator and of the window's row numbers."""
+"""Uniform: rows with replacement."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from mmbuf.sampling.draw import Draw, Sampler, Sight
 from mmbuf.schema import Array
 
 
@@ -14,3 +15,10 @@ def uniform(generator: np.random.Generator, num_chunks: int, low: int, high: int
     own lock makes each call whole.
     """
     return generator.integers(low, high, num_chunks)
+
+
+class Uniform(Sampler):
+    """Rows of the window, uniform with replacement: a longer trajectory is drawn more often."""
+
+    def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
+        return Draw(uniform(generator, num_chunks, sight.view.low, sight.view.high))

@@ -1,0 +1,168 @@
+"""Batches: from gathered columns to what the caller gets, and back to the memory of an old one.
+
+A batch is a nested dict with the trajectories' own keys; tensors ``[K, *S]``, or ``[K, L, *S]`` of
+slices; text as (lists of) lists of str.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from mmbuf.errors import MmbufError, SchemaError
+from mmbuf.schema import Array, Column, Schema
+
+Batch = dict[str, Any]
+Leaf = Any  # an array in storage dtype, or a list of str
+
+
+def nested(schema: Schema, leaves: Sequence[Leaf], shape: tuple[int, ...] = ()) -> Batch:
+    """Arrays ``[K, *S]`` in storage dtype as the nested dict of tensors; views.
+
+    ``shape``: the leading dimensions instead of K.
+    """
+    if shape:
+        columns = zip(schema.columns, leaves, strict=True)
+        leaves = [_shaped(column, leaf, shape) for column, leaf in columns]
+    tensors: list[Any] = [
+        leaf if isinstance(leaf, list) else torch.from_numpy(leaf) for leaf in leaves
+    ]
+    for position, dtype in schema.viewed:
+        tensors[position] = tensors[position].view(dtype)
+    return schema.nest(tensors)
+
+
+def _shaped(column: Column, leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+    if not isinstance(leaf, list):
+        return leaf.reshape(*shape, *column.row_shape)
+    for size in shape[:0:-1]:
+        leaf = [leaf[i : i + size] for i in range(0, len(leaf), size)]
+    return leaf
+
+
+def check_free(schema: Schema, names: Sequence[str]) -> None:
+    """SchemaError where columns have names that a sampler's keys need."""
+    for column in schema.columns:
+        if column.path[0] in names:
+            raise SchemaError(
+                f"column {column.name!r}: expected no column under {column.path[0]!r}, "
+                f"which the sampler adds, got one. Rename the column."
+            )
+
+
+def each(batch: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
+    """A batch whose tensors are converted."""
+    if isinstance(batch, dict):
+        return {name: each(value, convert) for name, value in batch.items()}
+    return convert(batch) if isinstance(batch, torch.Tensor) else batch
+
+
+def numpy_of(batch: Batch) -> Batch:
+    """A batch of arrays; views. What NumPy has no dtype for (bfloat16, float8) comes as float32."""
+    return each(batch, _array)  # type: ignore[no-any-return]
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.float().numpy()
+
+
+def tensordict_of(batch: Batch, num_dims: int) -> Any:
+    """A batch as a `TensorDict` with ``num_dims`` batch dimensions; views. Text as non-tensors."""
+    try:
+        from tensordict import NonTensorStack, TensorDict  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MmbufError(
+            "as_tensordict: tensordict is missing. Install it: pip install tensordict"
+        ) from error
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return TensorDict(
+                {name: convert(item) for name, item in value.items()}, batch_size=shape
+            )
+        return NonTensorStack.from_list(value) if isinstance(value, list) else value
+
+    shape = _first_tensor(batch).shape[:num_dims]
+    return convert(batch)
+
+
+def _first_tensor(batch: Any) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    each(batch, found.append)
+    return found[0]
+
+
+def targets(schema: Schema, out: Mapping[str, Any], shape: tuple[int, ...]) -> list[Leaf]:
+    """The memory of ``out``, a batch of leading dimensions ``shape``, as columns of rows; views.
+
+    Text of slices, which has no memory of rows, is to be put there by `put_text`. SchemaError if
+    it is not such a batch.
+    """
+    leaves = schema.pick(out, "out")
+    if schema.is_plain and len(shape) == 1:
+        # All columns at once, since each step counts in a small batch.
+        with suppress(AttributeError, TypeError, RuntimeError):
+            targets = [leaf.numpy() for leaf in leaves]
+            if (
+                [target.shape for target in targets] == schema.shapes(*shape)
+                and [target.dtype for target in targets] == schema.storages
+                and all(target.flags.c_contiguous for target in targets)
+            ):
+                return targets
+    return [
+        _target(column, leaf, shape) for column, leaf in zip(schema.columns, leaves, strict=True)
+    ]
+
+
+def put_text(schema: Schema, out: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
+    """Put the text of a batch of slices into ``out``."""
+    for column in schema.columns:
+        if column.is_text:
+            theirs, ours = out, batch
+            for key in column.path:
+                theirs, ours = theirs[key], ours[key]
+            theirs[:] = ours  # type: ignore[index]
+
+
+def _target(column: Column, leaf: Any, shape: tuple[int, ...]) -> Leaf:
+    if column.is_text:
+        if not isinstance(leaf, list):
+            raise _misfit(column, leaf, shape)
+        return leaf if len(shape) == 1 else []
+    try:
+        if column.viewed_as is None:
+            array = leaf.numpy()
+        else:
+            array = leaf.view(column.storage_as).numpy()
+            if leaf.dtype != column.viewed_as:
+                raise _misfit(column, leaf, shape)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        # No tensor, or one that NumPy cannot look into: on a device, with grad, conjugate.
+        raise _misfit(column, leaf, shape) from error
+    if (
+        array.dtype != column.storage
+        or array.shape != (*shape, *column.row_shape)
+        or not array.flags.c_contiguous
+    ):
+        raise _misfit(column, leaf, shape)
+    return array.reshape(math.prod(shape), *column.row_shape)
+
+
+def _misfit(column: Column, leaf: object, shape: tuple[int, ...]) -> SchemaError:
+    shape = (*shape, *column.row_shape)
+    if isinstance(leaf, torch.Tensor):
+        came = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}"
+        came += "" if leaf.is_contiguous() else ", not contiguous"
+        came += ", requires grad" if leaf.requires_grad else ""
+        came += ", a conjugate or negative view" if leaf.is_conj() or leaf.is_neg() else ""
+    else:
+        came = type(leaf).__name__
+    expected = "a list of str" if column.is_text else f"a contiguous {column.dtype} {shape} on cpu"
+    return SchemaError(f"column {column.name!r} of out: expected {expected}, got {came}.")

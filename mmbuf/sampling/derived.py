@@ -1,0 +1,126 @@
+"""Derived: arrays over a window's rows or trajectories, made once for each and kept while it stays.
+
+The window only grows at its end and shrinks at its beginning, nearly always; so does what is
+derived from it, at a cost in proportion to what came and went. Where its middle changed all is made
+anew.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from mmbuf.sampling.draw import Sight, StaleSightError
+from mmbuf.schema import Array
+from mmbuf.slots import View
+
+_MIN_ROOM = 64
+
+
+class Fifo:
+    """An array that values are appended to at its end and dropped from at its beginning.
+
+    Each costs a constant on average. `live` is what it holds: a view, for as long as nothing is
+    appended or dropped.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self._data: Array = np.empty(_MIN_ROOM, dtype)
+        self._head = self._tail = 0
+
+    def __len__(self) -> int:
+        return self._tail - self._head
+
+    @property
+    def live(self) -> Array:
+        return self._data[self._head : self._tail]
+
+    def extend(self, values: Array) -> None:
+        if self._tail + len(values) > len(self._data):
+            live = self.live
+            room = max(_MIN_ROOM, 2 * (len(live) + len(values)))
+            data = np.empty(room, self._data.dtype)
+            data[: len(live)] = live
+            self._data, self._head, self._tail = data, 0, len(live)
+        self._data[self._tail : self._tail + len(values)] = values
+        self._tail += len(values)
+
+    def drop(self, count: int) -> None:
+        self._head += count
+
+    def clear(self) -> None:
+        self._head = self._tail = 0
+
+
+class Derived(ABC):
+    """What follows the window. For one thread at a time.
+
+    After `follow` it knows exactly the slots of the sight's view. ``num_dropped_rows`` counts the
+    rows that were before its first one, so that rows keep an *ordinal* while they stay:
+    ``row - view.low + num_dropped_rows``.
+    """
+
+    def __init__(self) -> None:
+        self.num_dropped_rows = 0
+        self._owner: object | None = None
+        self._view: View | None = None
+        self._first = self._next = 0  # numbers of the slots that are known
+        self._lengths = Fifo(np.int64)  # their rows
+
+    def follow(self, sight: Sight) -> None:
+        """Take in what came and went; StaleSightError for a sight from before the last one."""
+        view = sight.view
+        if view is self._view:
+            return
+        first, stop = view.first_number + view.first, view.first_number + view.stop
+        is_known = sight.owner is self._owner
+        if is_known and (first < self._first or stop < self._next):
+            raise StaleSightError
+        if not is_known or first > self._next:
+            self._forget(sight)
+            self._first = self._next = first
+            self._owner = sight.owner
+        if first > self._first:
+            num_rows = int(self._lengths.live[: first - self._first].sum())
+            self._lengths.drop(first - self._first)
+            self._drop(first - self._first, num_rows)
+            self.num_dropped_rows += num_rows
+            self._first = first
+        if stop > self._next:
+            index = self._next - view.first_number
+            lengths = np.diff(view.starts[index : view.stop + 1])
+            self._lengths.extend(lengths)
+            self._next = stop
+            try:
+                self._add(sight, index, lengths)
+            except BaseException:
+                self._owner = self._view = None  # all anew the next time
+                raise
+        self._view = view
+
+    def _forget(self, sight: Sight) -> None:
+        self._clear()
+        self._lengths.clear()
+        self.num_dropped_rows = 0
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Nothing is known any more."""
+
+    @abstractmethod
+    def _drop(self, num_slots: int, num_rows: int) -> None:
+        """The oldest are gone."""
+
+    @abstractmethod
+    def _add(self, sight: Sight, first: int, lengths: Array) -> None:
+        """Slots of ``lengths`` rows came, from index ``first`` of the sight's view to its end."""
+
+
+def blocks(lengths: Array, max_rows: int) -> list[slice]:
+    """Slices of consecutive slots with about ``max_rows`` rows each, so that work stays small."""
+    if not len(lengths):
+        return []
+    borders = np.unique(np.cumsum(lengths) // max_rows, return_index=True)[1].tolist()
+    return [slice(a, b) for a, b in zip(borders, [*borders[1:], len(lengths)], strict=True)]

@@ -1,0 +1,119 @@
+"""Draw, Sight and Sampler: what a sampler is asked, and what it answers.
+
+A sampler is shown the window as it is at one moment (`Sight`) and says which of its rows a batch
+has (`Draw`). Row numbers are those of the sight's view, and mean nothing to another one.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmbuf.entry import Entry
+from mmbuf.errors import SchemaError
+from mmbuf.schema import Array, Column, Path, Schema
+from mmbuf.slots import View
+
+
+class StaleSightError(Exception):
+    """The sight is older than what the sampler has taken in already; it is to be shown a new one.
+
+    Never leaves the library.
+    """
+
+
+class Sight(Protocol):
+    """The window at one moment, and its rows."""
+
+    @property
+    def view(self) -> View:
+        """Its row numbers, slots and facts of them."""
+
+    @property
+    def owner(self) -> object:
+        """Whose slot numbers the view's are."""
+
+    @property
+    def schema(self) -> Schema:
+        """Of the rows."""
+
+    def read(self, paths: Sequence[Path], rows: Array) -> list[Any]:
+        """These columns of these rows: arrays ``[len(rows), *S]`` in storage dtype, or list[str].
+
+        The caller's own.
+        """
+
+    def entry(self, index: int) -> Entry:
+        """What is known of the trajectory in the slot of this index."""
+
+
+@dataclass(slots=True)
+class Draw:
+    """The rows of one batch.
+
+    ``rows`` are int64 row numbers; the batch's leading dimensions are ``shape``, or ``[len(rows)]``
+    where it is empty. ``moved`` columns come from other rows, as many. ``replaced`` columns and
+    ``added`` keys have the given values, with the batch's leading dimensions.
+    """
+
+    rows: Array
+    shape: tuple[int, ...] = ()
+    moved: tuple[frozenset[Path], Array] | None = None
+    replaced: dict[Path, Array] = field(default_factory=dict)
+    added: dict[str, Array] = field(default_factory=dict)
+
+
+class Sampler(ABC):
+    """Says which rows a batch has. Thread-safe.
+
+    ``needs_info``: batches always have ``"info"``, since the caller needs the handles.
+    ``has_even_batches``: equal numbers asked for give batches of equal shapes. ``num_dims``: the
+    leading dimensions of its batches.
+    """
+
+    needs_info = False
+    has_even_batches = True
+    num_dims = 1
+
+    def __init__(self) -> None:
+        self.owner: object | None = None  # the window that it belongs to
+        self._lock = threading.Lock()  # guards all that the sampler remembers
+
+    @abstractmethod
+    def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
+        """The rows of a batch of ``num_chunks``; the window has rows.
+
+        EmptyBufferError where none of them may be drawn, SchemaError where the sampler needs a
+        column that there is not.
+        """
+
+    def get_stats(self) -> dict[str, Any]:
+        """Counts, for `get_stats` of whom it belongs to."""
+        return {}
+
+    def renew_lock(self) -> None:
+        """In a forked child: the thread that may have held it is gone."""
+        self._lock = threading.Lock()
+
+
+def column_of(sight: Sight, path: Path, who: str) -> Column:
+    """The column of numbers of this path; SchemaError, that says who needs it, if there is none."""
+    name = ".".join(path)
+    for column in sight.schema.columns:
+        if column.path == path:
+            if column.is_text or column.viewed_as is not None:
+                raise SchemaError(
+                    f"column {name!r}: expected a dtype of NumPy for {who}, got {column.dtype}."
+                )
+            return column
+    raise SchemaError(f"column {name!r}: expected one for {who}, got none.")
+
+
+def flat(rows: Array) -> Array:
+    """``[N, *S]`` as ``[N, size of S]``; a view where it can be."""
+    return rows.reshape(len(rows), -1)

@@ -1,0 +1,135 @@
+"""Episodes: where the episodes of a window's trajectories end.
+
+An episode ends where ``dones`` is set (``terminations`` or ``truncations`` where there is no
+``dones``) and where its trajectory ends. Rows of one environment lie B apart.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmbuf.sampling.derived import Derived, Fifo, blocks
+from mmbuf.sampling.draw import Sight, flat
+from mmbuf.schema import Array, Path
+
+DONES: Path = ("dones",)
+TERMINATIONS: Path = ("terminations",)
+TRUNCATIONS: Path = ("truncations",)
+MAX_LEFT = np.iinfo(np.uint16).max
+
+_BLOCK_ROWS = 1 << 18
+
+
+class Episodes(Derived):
+    """The episodes of the window, as stretches of consecutive steps of one environment.
+
+    ``left`` has, for each row of the window, the steps from it to the end of its episode, itself
+    included (`MAX_LEFT` where there are more); ``firsts`` the ordinal of each episode's first row,
+    ``lengths`` its steps and ``strides`` the rows from one step to the next (B).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = Fifo(np.uint16)
+        self._firsts, self._steps, self._strides = (Fifo(np.int64) for _ in range(3))
+        self._counts = Fifo(np.int64)  # episodes of each slot
+        self._starts: dict[tuple[int, bool], Fifo] = {}  # see `starts`
+        self._bases: dict[tuple[int, bool], int] = {}
+
+    @property
+    def left(self) -> Array:
+        return self._left.live
+
+    @property
+    def firsts(self) -> Array:
+        return self._firsts.live
+
+    @property
+    def lengths(self) -> Array:
+        return self._steps.live
+
+    @property
+    def strides(self) -> Array:
+        return self._strides.live
+
+    def starts(self, length: int, *, pad: bool) -> tuple[Array, int]:
+        """Where slices of ``length`` steps may start, counted: cumulative over the episodes.
+
+        The counts up to and with each episode, from a base on that is returned as well. A shorter
+        episode has none, or with ``pad`` one: its beginning.
+        """
+        key = (length, pad)
+        if key not in self._starts:
+            self._starts[key], self._bases[key] = Fifo(np.int64), 0
+            self._count_starts(key, self.lengths)
+        return self._starts[key].live, self._bases[key]
+
+    def _count_starts(self, key: tuple[int, bool], steps: Array) -> None:
+        length, pad = key
+        fifo = self._starts[key]
+        base = int(fifo.live[-1]) if len(fifo) else self._bases[key]
+        fifo.extend(base + np.maximum(steps - length + 1, int(pad)).cumsum())
+
+    def _clear(self) -> None:
+        for fifo in (self._left, self._firsts, self._steps, self._strides, self._counts):
+            fifo.clear()
+        self._starts.clear()
+        self._bases.clear()
+
+    def _drop(self, num_slots: int, num_rows: int) -> None:
+        count = int(self._counts.live[:num_slots].sum())
+        if count:
+            for key, fifo in self._starts.items():
+                self._bases[key] = int(fifo.live[count - 1])
+                fifo.drop(count)
+        for episodes in (self._firsts, self._steps, self._strides):
+            episodes.drop(count)
+        self._counts.drop(num_slots)
+        self._left.drop(num_rows)
+
+    def _add(self, sight: Sight, first: int, lengths: Array) -> None:
+        paths = _flags_of(sight)
+        before = len(self._steps)
+        for block in blocks(lengths, _BLOCK_ROWS):
+            self._add_block(sight, paths, first + block.start, lengths[block])
+        for key in self._starts:
+            self._count_starts(key, self.lengths[before:])
+
+    def _add_block(self, sight: Sight, paths: list[Path], first: int, lengths: Array) -> None:
+        view = sight.view
+        num_slots, num_rows = len(lengths), int(lengths.sum())
+        low = int(view.starts[first])
+        num_envs = view.facts[0, first : first + num_slots]
+        begins = np.cumsum(lengths) - lengths
+        # Of each row: B, T and where it lies when the steps of an environment lie side by side.
+        envs = np.repeat(num_envs, lengths)
+        steps = np.repeat(lengths // num_envs, lengths)
+        begin = np.repeat(begins, lengths)
+        step, env = np.divmod(np.arange(num_rows) - begin, envs)
+        position = begin + env * steps + step
+        is_end = step == steps - 1
+        for flags in sight.read(paths, np.arange(low, low + num_rows)):
+            is_end |= flat(flags).any(axis=1)
+        side_by_side = np.empty(num_rows, np.bool_)
+        side_by_side[position] = is_end
+        ends = side_by_side.nonzero()[0]
+        episode_steps = np.diff(ends, prepend=-1)
+        left = np.repeat(ends + 1, episode_steps) - np.arange(num_rows)
+        self._left.extend(np.minimum(left[position], MAX_LEFT).astype(np.uint16))
+        # And back: the row of each episode's first step.
+        row_of = np.empty(num_rows, np.int64)
+        row_of[position] = np.arange(num_rows)
+        firsts = row_of[ends - episode_steps + 1]
+        self._firsts.extend(firsts + self.num_dropped_rows + low - view.low)
+        self._steps.extend(episode_steps)
+        slots = np.searchsorted(begins, firsts, "right") - 1
+        self._strides.extend(num_envs[slots])
+        self._counts.extend(np.bincount(slots, minlength=num_slots))
+
+
+def _flags_of(sight: Sight) -> list[Path]:
+    """The columns that say where an episode ends."""
+    paths = {column.path for column in sight.schema.columns}
+    if DONES in paths:
+        return [DONES]
+    return [path for path in (TERMINATIONS, TRUNCATIONS) if path in paths]

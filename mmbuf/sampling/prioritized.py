@@ -1,0 +1,201 @@
+"""Prioritized: proportional prioritised replay (Schaul et al., *Prioritized Experience Replay*).
+
+Row i is drawn with probability ``P(i) = p_i^alpha / sum of all``, and counts with the importance
+weight ``(N P(i))^-beta``, divided by the largest of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmbuf.errors import EmptyBufferError
+from mmbuf.sampling.derived import Derived
+from mmbuf.sampling.draw import Draw, Sampler, Sight
+from mmbuf.sampling.tree import SumTree
+from mmbuf.schema import Array
+
+_MARK = 2  # the row of facts with the marks of the uuids
+
+
+class Prioritized(Sampler):
+    """Rows in proportion to their priorities, with replacement, and importance weights.
+
+    Batches have ``weights``, float32 ``[K]``, and ``info``, whose ``handle`` names the rows for
+    `update_priorities`. New rows have the highest priority seen so far. ``eps`` is added to each
+    priority, so that none is 0. ``alpha`` 0 is uniform; ``beta`` may be changed at any time.
+    """
+
+    needs_info = True
+
+    def __init__(self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6) -> None:
+        super().__init__()
+        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            if not 0 <= value < np.inf:
+                raise ValueError(f"{name}: expected at least 0, got {value}.")
+        self.alpha = alpha
+        self.beta = beta
+        self.eps = eps
+        self._rows = _Priorities()
+        self._num_late = 0
+
+    def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
+        with self._lock:
+            rows = self._rows
+            rows.follow(sight)
+            total = rows.tree.total
+            if not total > 0:
+                raise EmptyBufferError("sample: expected a row with a priority above 0, got none.")
+            leaves = rows.tree.find(generator.random(num_chunks) * total)
+            shares = rows.tree.leaves[leaves] / total
+            low = sight.view.low - rows.first_leaf
+        weights = (shares * (sight.view.high - sight.view.low)) ** -self.beta
+        weights /= weights.max()
+        return Draw(leaves + low, added={"weights": weights.astype(np.float32)})
+
+    def update_priorities(self, handles: torch.Tensor | Array, priorities: Any) -> None:
+        """Set the priorities of the rows of ``handles``: int64 ``[K, 2]`` from ``batch["info"]``.
+
+        ``priorities`` are ``[K]``, at least 0 and finite: ValueError otherwise, and nothing is
+        changed. Rows that have left the window are counted in `get_stats` and ignored.
+        """
+        handles = np.asarray(handles, np.int64)
+        values = np.asarray(torch.as_tensor(priorities).detach().cpu(), np.float64).reshape(-1)
+        if handles.shape != (len(values), 2):
+            raise ValueError(
+                f"handles: expected int64 of shape ({len(values)}, 2), one for each priority, "
+                f"got {handles.shape}."
+            )
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise ValueError("priorities: expected finite numbers of at least 0, got others.")
+        with self._lock:
+            leaves = self._rows.leaves_of(handles)
+            is_there = leaves >= 0
+            self._num_late += len(leaves) - int(is_there.sum())
+            self._rows.set(leaves[is_there], (values[is_there] + self.eps) ** self.alpha)
+
+    def get_stats(self) -> dict[str, Any]:
+        """``late_updates``: priorities that came when their row had left the window."""
+        return {"late_updates": self._num_late}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The priorities of all rows, by trajectory; tensors and numbers."""
+        with self._lock:
+            return self._rows.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the priorities of a `state_dict`, for the trajectories that are in it."""
+        with self._lock:
+            self._rows = _Priorities()
+            self._rows.load_state_dict(state)
+
+
+class _Priorities(Derived):
+    """A tree whose leaves are the window's rows, from ``first_leaf`` on, in their order.
+
+    It holds ``p^alpha``. What is left of a window that changed in its middle is found again by the
+    marks of its trajectories.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = SumTree(1)
+        self.first_leaf = 0
+        self._stop_leaf = 0
+        self._highest = 1.0
+        self._marks: list[Array] = []  # of the window's trajectories, in parts, oldest first
+        self._saved: dict[int, Array] = {}  # of trajectories that are still to come, by mark
+        self._order: tuple[Array, Array, Array] | None = None  # for `leaves_of`
+
+    def leaves_of(self, handles: Array) -> Array:
+        """The leaf of each handle; -1 where the row is not in the window."""
+        if self._order is None:
+            marks, ends = self._all_marks(), self._lengths.live.cumsum()
+            order = marks.argsort(kind="stable")
+            self._order = (
+                marks[order],
+                (ends - self._lengths.live)[order],
+                self._lengths.live[order],
+            )
+        marks, begins, lengths = self._order
+        if not len(marks):
+            return np.full(len(handles), -1)
+        at = np.minimum(marks.searchsorted(handles[:, 0]), len(marks) - 1)
+        rows = handles[:, 1]
+        is_there = (marks[at] == handles[:, 0]) & (rows >= 0) & (rows < lengths[at])
+        return np.where(is_there, self.first_leaf + begins[at] + rows, -1)
+
+    def set(self, leaves: Array, values: Array) -> None:
+        if len(leaves):
+            self._highest = max(self._highest, float(values.max()))
+            self.tree.set(leaves, values)
+
+    def _all_marks(self) -> Array:
+        self._marks = [np.concatenate([np.empty(0, np.int64), *self._marks])]
+        return self._marks[0]
+
+    def _values(self) -> Array:
+        return self.tree.leaves[self.first_leaf : self._stop_leaf]
+
+    def state_dict(self) -> dict[str, Any]:
+        marks, lengths, values = self._all_marks(), self._lengths.live, self._values()
+        if self._saved:  # loaded, and not drawn from since
+            known = set(marks.tolist())
+            late = [mark for mark in self._saved if mark not in known]
+            marks = np.concatenate([marks, np.array(late, np.int64)])
+            lengths = np.concatenate([lengths, [len(self._saved[mark]) for mark in late]])
+            values = np.concatenate([values, *(self._saved[mark] for mark in late)])
+        return {
+            "marks": torch.from_numpy(np.array(marks, np.int64)),
+            "lengths": torch.from_numpy(np.array(lengths, np.int64)),
+            "values": torch.from_numpy(np.array(values, np.float64)),
+            "highest": self._highest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        ends = state["lengths"].numpy().cumsum()
+        parts = np.split(state["values"].numpy().copy(), ends[:-1]) if len(ends) else []
+        self._saved = dict(zip(state["marks"].tolist(), parts, strict=True))
+        self._highest = float(state["highest"])
+
+    def _clear(self) -> None:
+        """Keep what is known, to find it again among the trajectories that come."""
+        if self._marks:
+            self.load_state_dict(self.state_dict())
+        self._marks.clear()
+        self._order = None
+        self.tree, self.first_leaf, self._stop_leaf = SumTree(1), 0, 0
+
+    def _drop(self, num_slots: int, num_rows: int) -> None:
+        self._marks = [self._all_marks()[num_slots:]]
+        self._order = None
+        self.tree.fill(self.first_leaf, 0.0, self.first_leaf + num_rows)
+        self.first_leaf += num_rows
+
+    def _add(self, sight: Sight, first: int, lengths: Array) -> None:
+        view = sight.view
+        marks = view.facts[_MARK, first : view.stop].copy()
+        num_rows = int(lengths.sum())
+        if self._stop_leaf + num_rows > len(self.tree.leaves):
+            values = self._values()
+            tree = SumTree(2 * (len(values) + num_rows))
+            tree.fill(0, values, len(values))
+            self.tree, self.first_leaf, self._stop_leaf = tree, 0, len(values)
+        start = self._stop_leaf
+        values = np.full(num_rows, self._highest)
+        if self._saved:
+            stops = lengths.cumsum()
+            for mark, stop, length in zip(
+                marks.tolist(), stops.tolist(), lengths.tolist(), strict=True
+            ):
+                saved = self._saved.get(mark)
+                if saved is not None and len(saved) == length:
+                    values[stop - length : stop] = saved
+            self._saved.clear()
+        self.tree.fill(start, values, start + num_rows)
+        self._stop_leaf += num_rows
+        self._marks.append(marks)
+        self._order = None

@@ -1,0 +1,59 @@
+"""Slices: sequences of consecutive steps of one environment inside one episode."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmbuf.errors import EmptyBufferError
+from mmbuf.sampling.draw import Draw, Sampler, Sight
+from mmbuf.sampling.episodes import Episodes
+
+
+class Slices(Sampler):
+    """``num_chunks`` sequences of ``length`` consecutive steps: batches ``[K, L, ...]``.
+
+    Each is of one environment and inside one episode; every step that a whole sequence can start at
+    is equally likely. ``pad``: shorter episodes can be drawn too, as often as one start; their
+    last step is repeated, and ``batch["mask"]``, bool ``[K, L]``, is False there. Else they never
+    are, and where there is no other EmptyBufferError is raised.
+    """
+
+    num_dims = 2
+
+    def __init__(self, length: int, pad: bool = False) -> None:
+        super().__init__()
+        if length < 1:
+            raise ValueError(f"length: expected at least 1, got {length}.")
+        self.length = length
+        self.pad = pad
+        self._steps = np.arange(length)
+        self._episodes = Episodes()
+
+    def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
+        with self._lock:
+            episodes = self._episodes
+            episodes.follow(sight)
+            counts, base = episodes.starts(self.length, pad=self.pad)
+            num_starts = int(counts[-1]) - base
+            if not num_starts:
+                raise EmptyBufferError(
+                    f"sample: expected episodes of {self.length} steps or more, got none. "
+                    f"Use a smaller length, or pad=True."
+                )
+            draws = generator.integers(base, base + num_starts, num_chunks)
+            chosen = counts.searchsorted(draws, "right")
+            strides = episodes.strides[chosen]
+            num_steps = episodes.lengths[chosen]
+            # From the last start of its episode back, as the counts run up to there.
+            starts = np.maximum(num_steps - self.length + 1, int(self.pad)) + draws - counts[chosen]
+            firsts = episodes.firsts[chosen] + starts * strides
+            firsts += sight.view.low - episodes.num_dropped_rows
+        steps = self._steps
+        shape = (num_chunks, self.length)
+        if not self.pad:
+            return Draw((firsts[:, None] + strides[:, None] * steps).reshape(-1), shape)
+        mask = steps < num_steps[:, None]
+        steps = np.minimum(steps, num_steps[:, None] - 1)
+        return Draw(
+            (firsts[:, None] + strides[:, None] * steps).reshape(-1), shape, added={"mask": mask}
+        )
