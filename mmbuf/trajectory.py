@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmbuf.errors import SchemaError
-from mmbuf.schema import MAX_NESTING, measure
+from mmbuf.schema import MAX_NESTING, Payload, measure
 
 _EPISODE_LENGTH = "max_episode_length"
 _WEIGHTS_ID = "model_weights_id"
@@ -138,6 +138,51 @@ class Trajectory:
             )
             for start, stop in itertools.pairwise(bounds)
         ]
+
+    def select(self, mask: Any, mode: str = "any") -> list[Trajectory]:
+        """The rows where ``mask`` holds: a trajectory ``[T', 1, ...]`` for each environment of any.
+
+        ``mask`` is ``[T, B, ...]`` of truth values, such as `intervene_flags`; where a row has
+        several, ``mode`` says whether one is enough ("any") or "all" have to hold. All columns are
+        those of the rows kept, flags too: steps that are left out of the rows (see `dones`) are not
+        in the parts. Environments without such a row have no part. The parts are copies, on the
+        CPU, with the metadata of the whole. ValueError for another mode or a mask of another T, B.
+        """
+        if mode not in ("any", "all"):
+            raise ValueError(f"mode: expected 'any' or 'all', got {mode!r}.")
+        payload = measure(self.to_columns())
+        num_steps, num_envs = payload.num_steps, payload.num_envs
+        chosen = np.asarray(torch.as_tensor(mask).detach().cpu(), np.bool_)
+        if chosen.shape[:2] != (num_steps, num_envs):
+            raise ValueError(
+                f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...], "
+                f"got {list(chosen.shape)}."
+            )
+        chosen = chosen.reshape(num_steps, num_envs, -1)
+        chosen = chosen.any(2) if mode == "any" else chosen.all(2)
+        columns = [_rows_of(payload, position) for position in range(len(payload.rows))]
+        parts = []
+        for env in chosen.any(0).nonzero()[0].tolist():
+            rows = chosen[:, env].nonzero()[0] * num_envs + env
+            leaves = [
+                [[column[row]] for row in rows.tolist()]
+                if isinstance(column, list)
+                else column[torch.from_numpy(rows)].unsqueeze(1)
+                for column in columns
+            ]
+            nested = payload.schema.nest(leaves)
+            parts.append(self.from_columns(nested, self.max_episode_length, self.model_weights_id))
+        return parts
+
+
+def _rows_of(payload: Payload, position: int) -> torch.Tensor | list[str]:
+    """A column's rows ``[N, *S]``, without left-out ones; a copy."""
+    column = payload.schema.columns[position]
+    if column.is_text:
+        return payload.texts(position)
+    rows = np.empty((payload.rows[position], *column.row_shape), column.storage)
+    payload.copy_rows(position, rows)
+    return column.tensor(rows[: payload.num_samples])
 
 
 def fields_of(item: Any) -> tuple[dict[str, Any], int, str]:

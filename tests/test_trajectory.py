@@ -283,3 +283,69 @@ def test_sizes_that_do_not_make_up_b_are_refused(sizes: list[int]) -> None:
 def test_columns_of_different_b_are_not_split() -> None:
     with pytest.raises(SchemaError, match=r"^column 'extra_one': expected B = 6"):
         Trajectory(rewards=numbered(), extra={"extra_one": numbered(T, B - 1)}).split(1)
+
+
+# -- select ---------------------------------------------------------------------------------------
+
+
+def test_selected_rows_keep_all_their_columns_together() -> None:
+    mask = torch.zeros(T, B, dtype=torch.bool)
+    mask[[0, 3], 1] = True
+    mask[2, 4] = True
+    one, four = full().select(mask)
+    assert (one.num_steps, one.num_envs) == (2, 1)
+    assert (four.num_steps, four.num_envs) == (1, 1)
+    for part, steps, env in ((one, [0, 3], 1), (four, [2], 4)):
+        assert torch.equal(part.actions, numbered(T, B, 3)[steps, env, None])  # type: ignore[arg-type]
+        states = part.curr_obs["states"]
+        assert torch.equal(states, numbered(T, B, 9)[steps, env, None])
+        assert part.curr_obs["deep"]["text"] == [[f"t{t} b{env}"] for t in steps]
+        assert torch.equal(part.extra["return_to_go"], numbered()[steps, env, None])
+        assert (part.max_episode_length, part.model_weights_id) == (80, "w7")
+
+
+def test_selected_flags_and_values_are_those_of_their_rows_and_not_shifted() -> None:
+    dones = torch.zeros(T + 2, 1, dtype=torch.bool)
+    dones[[2, 5]] = True  # after the leading step of each of two epochs: rows 1 and 3
+    values = torch.arange(T + 2.0).view(T + 2, 1)  # rows 0, 1, 3, 4, before a trailing step each
+    trajectory = Trajectory(rewards=numbered(T, 1), dones=dones, prev_values=values)
+    (part,) = trajectory.select(torch.tensor([[False], [True], [True], [True]]))
+    assert part.dones is not None
+    assert part.prev_values is not None
+    assert part.dones.tolist() == [[True], [False], [True]]
+    assert part.prev_values.tolist() == [[1.0], [3.0], [4.0]]
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("any", [1, 2]), ("all", [2])])
+def test_a_row_of_several_flags_is_selected_by_any_or_by_all(mode: str, steps: list[int]) -> None:
+    flags = torch.tensor([[[0, 0]], [[0, 1]], [[1, 1]]], dtype=torch.bool)
+    trajectory = Trajectory(rewards=numbered(3, 1), intervene_flags=flags)
+    (part,) = trajectory.select(flags, mode)
+    assert torch.equal(part.rewards, numbered(3, 1)[steps])  # type: ignore[arg-type]
+
+
+def test_of_no_row_there_is_no_part() -> None:
+    assert full().select(np.zeros((T, B), np.bool_)) == []
+
+
+def test_selected_parts_own_their_memory_and_keep_every_dtype() -> None:
+    states = numbered().to(torch.bfloat16)
+    trajectory = Trajectory(curr_obs={"states": states})
+    parts = trajectory.select(torch.ones(T, B))
+    states.fill_(-1)
+    assert [part.curr_obs["states"].dtype for part in parts] == [torch.bfloat16] * B
+    whole = torch.cat([part.curr_obs["states"] for part in parts], 1)
+    assert torch.equal(whole, numbered().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("mask", "mode", "message"),
+    [
+        (torch.ones(T, B + 1), "any", r"expected the shape \[T, B\] = \[4, 6, ...\], got \[4, 7\]"),
+        (torch.ones(T), "any", r"got \[4\]"),
+        (torch.ones(T, B), "most", r"mode: expected 'any' or 'all', got 'most'"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask: torch.Tensor, mode: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        full().select(mask, mode)
