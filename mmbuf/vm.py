@@ -93,9 +93,18 @@ def _munmap(address: int, size: int) -> None:
 
 
 def _unmap(address: int, size: int) -> None:
-    """`_munmap` where nobody could do anything about a failure."""
-    with suppress(OSError):
+    """`_munmap` where nobody could do anything about a failure, but keep only addresses."""
+    try:
         _munmap(address, size)
+    except OSError:
+        with suppress(OSError):
+            _empty(address, size)
+
+
+def _empty(address: int, size: int) -> None:
+    """Give back what is behind addresses; they stay reserved."""
+    flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    _mmap(address, size, _PROT_NONE, flags, -1, 0)
 
 
 def _advise(address: int, size: int, advice: int) -> None:
@@ -256,13 +265,12 @@ class AddressRange:
 
     def release(self, start: int, stop: int) -> None:
         """Give the pages of ``[start, stop)`` back, whatever they are; only addresses remain."""
-        flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _mmap(self.address + start, stop - start, _PROT_NONE, flags, -1, 0)
+        _empty(self.address + start, stop - start)
 
     def close(self) -> None:
         """Give the addresses back too. No array over the range may be touched any more.
 
-        What the system refuses to take back stays reserved.
+        Where the system refuses to take them back they stay reserved, with nothing behind them.
         """
         self._release_all()
 
