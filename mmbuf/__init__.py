@@ -3,6 +3,7 @@
 from mmbuf.buffer import TrajectoryReplayBuffer
 from mmbuf.channel import Channel
 from mmbuf.collect import TrajectoryCollector
+from mmbuf.dataset import PreloadReplayBufferDataset, ReplayBufferDataset
 from mmbuf.errors import (
     ClosedError,
     CorruptError,
@@ -25,6 +26,8 @@ __all__ = [
     "EmptyBufferError",
     "LockedError",
     "MmbufError",
+    "PreloadReplayBufferDataset",
+    "ReplayBufferDataset",
     "ReplayReader",
     "SchemaError",
     "Trajectory",

@@ -55,10 +55,10 @@ def check_free(schema: Schema, names: Sequence[str]) -> None:
 
 
 def each(batch: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
-    """A batch whose tensors are converted."""
+    """A batch whose tensors are converted; its lists of text are copies."""
     if isinstance(batch, dict):
         return {name: each(value, convert) for name, value in batch.items()}
-    return convert(batch) if isinstance(batch, torch.Tensor) else batch
+    return convert(batch) if isinstance(batch, torch.Tensor) else list(batch)
 
 
 def numpy_of(batch: Batch) -> Batch:
@@ -89,14 +89,20 @@ def tensordict_of(batch: Batch, num_dims: int) -> Any:
             )
         return NonTensorStack.from_list(value) if isinstance(value, list) else value
 
-    shape = _first_tensor(batch).shape[:num_dims]
+    shape = _leading(batch, num_dims)
     return convert(batch)
 
 
-def _first_tensor(batch: Any) -> torch.Tensor:
-    found: list[torch.Tensor] = []
-    each(batch, found.append)
-    return found[0]
+def _leading(batch: Batch, num_dims: int) -> list[int]:
+    """The leading dimensions of a batch, whose first leaf may be text."""
+    leaf: Any = batch
+    while isinstance(leaf, dict):
+        leaf = next(iter(leaf.values()))
+    shape = []
+    for _ in range(num_dims):
+        shape.append(len(leaf))
+        leaf = leaf[0]
+    return shape
 
 
 def targets(schema: Schema, out: Mapping[str, Any], shape: tuple[int, ...]) -> list[Leaf]:

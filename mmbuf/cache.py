@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,19 @@ Lent = tuple[list[Array], dict[int, list[str]]]  # rows of each column, strings 
 _MANY = 64  # trajectories that are opened at once are placed at once
 
 STATS = ("window_trajectories", "window_samples", "cache_size", "cache_filled", "cache_maps")
+
+
+class Origins(NamedTuple):
+    """Where the rows of a batch are from: int64 ``[K]``, and handles ``[K, 2]``.
+
+    A handle is the mark of the trajectory's uuid and the row in the trajectory: it names the row
+    for as long as there is the trajectory, and never another one.
+    """
+
+    trajectory_id: Array
+    step: Array
+    env: Array
+    handle: Array
 
 
 @dataclass(slots=True)
@@ -263,18 +276,20 @@ class TrajectoryCache:
         targets: Callable[[Draw], Sequence[Leaf] | None],
         *,
         has_info: bool,
-    ) -> tuple[list[Leaf], Draw, Array | None]:
+    ) -> tuple[list[Leaf], Draw, Origins | None]:
         """What a sampler draws: `gather` of its rows, the `Draw` itself and the rows' origins.
 
         ``targets(draw)`` are the arrays to be refilled, or None. The origins, with ``has_info``
-        only, are int64 ``[5, K]``: trajectory id, step, environment, mark of the uuid, row in the
-        trajectory.
+        only, are what `origins_of` says of them.
         """
 
-        def look(view: View) -> tuple[list[Leaf], Draw, Array | None]:
+        def look(view: View) -> tuple[list[Leaf], Draw, Origins | None]:
             drawn = draw(Sight(self, view))
             leaves = self._gather_draw(view, drawn, targets(drawn))
-            return leaves, drawn, _origins(view, drawn.rows) if has_info else None
+            if drawn.derive is not None:
+                columns = zip(self._positions, leaves, strict=True)
+                drawn.added |= drawn.derive(dict(columns))
+            return leaves, drawn, origins_of(view, drawn.rows) if has_info else None
 
         return self._look(look)
 
@@ -704,13 +719,14 @@ class TrajectoryCache:
                 self._places.read_rows(slot, local[start:stop], leaves, cold[start:stop])
 
 
-def _origins(view: View, rows: Array) -> Array:
-    """Trajectory id, step, environment, mark of the uuid and row in the trajectory; ``[5, K]``."""
+def origins_of(view: View, rows: Array) -> Origins:
+    """Where ``rows`` of a view are from."""
     slots = view.slots_of(rows)
     num_envs, trajectory_ids, marks = view.facts.take(slots, 1)
-    local = rows - view.first_rows(slots)
-    steps, envs = np.divmod(local, num_envs)
-    return np.stack([trajectory_ids, steps, envs, marks, local])
+    handles = np.empty((len(rows), 2), np.int64)
+    handles[:, 0] = marks
+    local = np.subtract(rows, view.first_rows(slots), out=handles[:, 1])
+    return Origins(trajectory_ids, *np.divmod(local, num_envs), handles)
 
 
 def _facts(entry: Entry) -> Facts:

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from mmbuf.batch import Batch, each
+from mmbuf.errors import SchemaError
+
+_MAX_KEYS = 16  # whose staging batches are kept
 
 
 class _Stage:
@@ -34,17 +37,19 @@ class Staging:
         """A batch on the device, the caller's own; of text the lists.
 
         ``fill(out)`` gathers into ``out``, or a new batch for None. Batches of one ``key`` have
-        the same shapes.
+        the same shapes, while the schema is the same.
         """
         free = self._stages.setdefault(key, deque())
+        for old in list(self._stages)[:-_MAX_KEYS]:
+            self._stages.pop(old, None)
+        stage = _next_stage(free)
         try:
-            stage = free.popleft()
-        except IndexError:
-            stage = _Stage()
-        if stage.copied is not None:
-            stage.copied.synchronize()
-        batch = fill(stage.batch)
-        if stage.batch is None:
+            batch = fill(stage.batch)
+        except SchemaError:
+            if stage.batch is None:
+                raise
+            batch = fill(None)  # of another schema than the last one
+        if batch is not stage.batch:
             batch = stage.batch = each(batch, self._pinned)
         sent: Batch = each(batch, self._copied)
         if self.device.type == "cuda":
@@ -62,6 +67,20 @@ class Staging:
     def clear(self) -> None:
         """Give the memory back."""
         self._stages.clear()
+
+
+def _next_stage(free: deque[_Stage]) -> _Stage:
+    """The one that was used longest ago, or another one while its copy alone goes on."""
+    try:
+        stage = free.popleft()
+    except IndexError:
+        return _Stage()
+    if stage.copied is not None and not stage.copied.query():  # type: ignore[no-untyped-call]
+        if not free:
+            free.append(stage)
+            return _Stage()
+        stage.copied.synchronize()
+    return stage
 
 
 def as_device(device: Any) -> torch.device:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmbuf.errors import SchemaError
-from mmbuf.schema import MAX_NESTING, Payload, measure
+from mmbuf.schema import MAX_NESTING, Array, Payload, measure
 
 _EPISODE_LENGTH = "max_episode_length"
 _WEIGHTS_ID = "model_weights_id"
@@ -152,14 +152,14 @@ class Trajectory:
             raise ValueError(f"mode: expected 'any' or 'all', got {mode!r}.")
         payload = measure(self.to_columns())
         num_steps, num_envs = payload.num_steps, payload.num_envs
-        chosen = np.asarray(torch.as_tensor(mask).detach().cpu(), np.bool_)
+        chosen: Array = np.asarray(torch.as_tensor(mask).detach().cpu(), np.bool_)
         if chosen.shape[:2] != (num_steps, num_envs):
             raise ValueError(
                 f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...], "
                 f"got {list(chosen.shape)}."
             )
         chosen = chosen.reshape(num_steps, num_envs, -1)
-        chosen = chosen.any(2) if mode == "any" else chosen.all(2)
+        chosen = np.asarray(chosen.any(2) if mode == "any" else chosen.all(2))
         columns = [_rows_of(payload, position) for position in range(len(payload.rows))]
         parts = []
         for env in chosen.any(0).nonzero()[0].tolist():

@@ -18,7 +18,6 @@ import resource
 import sys
 import threading
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -92,19 +91,22 @@ def _munmap(address: int, size: int) -> None:
         raise _failed()
 
 
+# Mappings that the system refused to take back.
+_stuck: list[tuple[int, int]] = []
+
+
 def _unmap(address: int, size: int) -> None:
-    """`_munmap` where nobody could do anything about a failure, but keep only addresses."""
-    try:
-        _munmap(address, size)
-    except OSError:
-        with suppress(OSError):
-            _empty(address, size)
-
-
-def _empty(address: int, size: int) -> None:
-    """Give back what is behind addresses; they stay reserved."""
-    flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-    _mmap(address, size, _PROT_NONE, flags, -1, 0)
+    """`_munmap` where nobody could do anything about a failure; it is tried again with the next."""
+    _stuck.append((address, size))
+    for _ in range(len(_stuck)):
+        try:
+            mapping = _stuck.pop(0)
+        except IndexError:  # another thread has it
+            return
+        try:
+            _munmap(*mapping)
+        except OSError:
+            _stuck.append(mapping)
 
 
 def _advise(address: int, size: int, advice: int) -> None:
@@ -260,17 +262,18 @@ class AddressRange:
             if moved is None or moved == _FAILED:
                 raise _failed()
         except OSError:
-            _munmap(scratch, size)
+            _unmap(scratch, size)
             raise
 
     def release(self, start: int, stop: int) -> None:
         """Give the pages of ``[start, stop)`` back, whatever they are; only addresses remain."""
-        _empty(self.address + start, stop - start)
+        flags = mmap.MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _mmap(self.address + start, stop - start, _PROT_NONE, flags, -1, 0)
 
     def close(self) -> None:
         """Give the addresses back too. No array over the range may be touched any more.
 
-        Where the system refuses to take them back they stay reserved, with nothing behind them.
+        What the system refuses to take back is tried again when the next is closed.
         """
         self._release_all()
 
@@ -290,7 +293,7 @@ def new_block(size_bytes: int) -> int:
     address = _reserve(size, HUGE_PAGE)
     if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
         failure = _failed()
-        _munmap(address, size)
+        _unmap(address, size)
         raise failure
     _advise(address, size, _MADV_HUGEPAGE)
     return address

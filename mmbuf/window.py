@@ -30,13 +30,13 @@ from mmbuf.batch import (
     targets,
     tensordict_of,
 )
-from mmbuf.cache import STATS, TrajectoryCache
+from mmbuf.cache import STATS, Origins, TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import EmptyBufferError
 from mmbuf.places import Slot
 from mmbuf.sampling.draw import Draw, Sampler
 from mmbuf.sampling.uniform import Uniform, uniform
-from mmbuf.schema import Array, Column, Schema, interleave
+from mmbuf.schema import Column, Schema, interleave
 from mmbuf.staging import Staging, as_device
 from mmbuf.trajectory import Trajectory
 
@@ -322,7 +322,7 @@ class Window:
         for name, values in draw.added.items():
             batch[name] = torch.from_numpy(values)
         if origins is not None:
-            batch["info"] = _info(origins, draw.shape or (len(draw.rows),))
+            batch["info"] = _info(origins, draw.shape)
         self._count_sampled(len(draw.rows))
         return batch
 
@@ -516,15 +516,14 @@ class Window:
         self._on_fork()
 
 
-def _info(origins: Array, shape: tuple[int, ...]) -> Batch:
-    """Where rows are from, as tensors of leading dimensions ``shape``."""
-    found = torch.from_numpy(origins).view(len(origins), *shape)
-    return {
-        "trajectory_id": found[0],
-        "step": found[1],
-        "env": found[2],
-        "handle": torch.stack([found[3], found[4]], -1),
-    }
+def _info(origins: Origins, shape: tuple[int, ...]) -> Batch:
+    """Where rows are from, as tensors; of leading dimensions ``shape`` if it is not empty."""
+    info: Batch = {}
+    for name, values in origins._asdict().items():
+        info[name] = torch.from_numpy(
+            values.reshape(*shape, *values.shape[1:]) if shape else values
+        )
+    return info
 
 
 def _nothing_to_put(entry: Entry, path: str, format_name: str) -> Entry:

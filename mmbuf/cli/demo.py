@@ -1,8 +1,8 @@
 """`mmbuf demo`: an agent learns Pendulum-v1 from a store, in less than a minute.
 
 A thread steps eight environments and puts trajectories ``[T, B, ...]`` on a channel. The trainer
-adds them to a `TrajectoryReplayBuffer`, samples batches of rows from it, and learns. What was
-stored is then read again from the files alone, and tells the same story.
+adds them to a `TrajectoryReplayBuffer`, takes batches of its rows, which a dataset draws ahead, and
+learns. What was stored is then read again from the files alone, and tells the same story.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -27,7 +27,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from mmbuf import Channel, Trajectory, TrajectoryCollector, TrajectoryReplayBuffer
+from mmbuf import (
+    Channel,
+    PreloadReplayBufferDataset,
+    Trajectory,
+    TrajectoryCollector,
+    TrajectoryReplayBuffer,
+)
+from mmbuf.batch import Batch
 from mmbuf.cli.returns import draw_learning_curve, episode_returns, mean_of_last, read_run
 from mmbuf.cli.sac import SAC, Policy
 from mmbuf.errors import ClosedError, MmbufError
@@ -283,7 +290,7 @@ class Progress:
         table.add_row("updates", f"{self.num_updates:,}", f"on {BATCH_ROWS} rows each")
         add, sample = _microseconds(self.add_s), _microseconds(self.sample_s[-1_000:])
         table.add_row("add", f"{_number(add['median'])} µs", "median")
-        table.add_row("sample", f"{_number(sample['median'])} µs", "median")
+        table.add_row("sample", f"{_number(sample['median'])} µs", "median wait, drawn ahead")
         mean = mean_of_last(self.returns, MEAN_EPISODES)
         table.add_row(
             "return", _number(mean), f"mean of {MEAN_EPISODES} episodes, target {TARGET_RETURN:.0f}"
@@ -320,9 +327,12 @@ def train(
         columns = trajectory.to_columns()
         progress.note(columns["rewards"][..., 0].numpy(), columns["dones"][..., 0].numpy())
 
+    # Batches are drawn while the learner computes; what it is given lacks the newest one or two.
+    dataset = PreloadReplayBufferDataset(buffer, None, BATCH_ROWS, 1, 0, prefetch_size=2)
     collector.start()
     try:
-        with Live(console=console, auto_refresh=False) as live:
+        with dataset, Live(console=console, auto_refresh=False) as live:
+            batches: Iterator[Batch] | None = None
             shown_s = 0.0
             while not (progress.is_over or interrupt.is_requested):
                 # A store that was continued has rows enough, but only an add tells that they fit.
@@ -338,7 +348,8 @@ def train(
                         add(trajectory)
                 if is_warm:
                     start_s = time.perf_counter()
-                    batch = buffer.sample(BATCH_ROWS)
+                    batches = batches or iter(dataset)
+                    batch = next(batches)
                     progress.sample_s.append(time.perf_counter() - start_s)
                     learner.learn(
                         batch["curr_obs"]["states"],

@@ -78,29 +78,27 @@ class Derived(ABC):
         is_known = sight.owner is self._owner
         if is_known and (first < self._first or stop < self._next):
             raise StaleSightError
+        # All anew the next time, should this not come to its end: by an error, in a forked child.
+        self._owner = self._view = None
         if not is_known or first > self._next:
-            self._forget(sight)
+            self._forget()
             self._first = self._next = first
-            self._owner = sight.owner
         if first > self._first:
-            num_rows = int(self._lengths.live[: first - self._first].sum())
-            self._lengths.drop(first - self._first)
-            self._drop(first - self._first, num_rows)
+            count = first - self._first
+            num_rows = int(self._lengths.live[:count].sum())
+            self._drop(count, num_rows)
+            self._lengths.drop(count)
             self.num_dropped_rows += num_rows
             self._first = first
         if stop > self._next:
             index = self._next - view.first_number
             lengths = np.diff(view.starts[index : view.stop + 1])
+            self._add(sight, index, lengths)
             self._lengths.extend(lengths)
             self._next = stop
-            try:
-                self._add(sight, index, lengths)
-            except BaseException:
-                self._owner = self._view = None  # all anew the next time
-                raise
-        self._view = view
+        self._owner, self._view = sight.owner, view
 
-    def _forget(self, sight: Sight) -> None:
+    def _forget(self) -> None:
         self._clear()
         self._lengths.clear()
         self.num_dropped_rows = 0

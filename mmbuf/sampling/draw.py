@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,7 +58,8 @@ class Draw:
 
     ``rows`` are int64 row numbers; the batch's leading dimensions are ``shape``, or ``[len(rows)]``
     where it is empty. ``moved`` columns come from other rows, as many. ``replaced`` columns and
-    ``added`` keys have the given values, with the batch's leading dimensions.
+    ``added`` keys have the given values, with the batch's leading dimensions; ``derive`` gives more
+    of these from the gathered columns, by path.
     """
 
     rows: Array
@@ -66,6 +67,7 @@ class Draw:
     moved: tuple[frozenset[Path], Array] | None = None
     replaced: dict[Path, Array] = field(default_factory=dict)
     added: dict[str, Array] = field(default_factory=dict)
+    derive: Callable[[Mapping[Path, Any]], dict[str, Array]] | None = None
 
 
 class Sampler(ABC):

@@ -10,6 +10,10 @@ row t with rewards r and an episode that goes on for k >= 1 steps, k <= n,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 from mmbuf.errors import SchemaError
@@ -42,14 +46,17 @@ class NStep(Sampler):
         self.gamma = gamma
         self.rows = rows or Uniform()
         self.needs_info = self.rows.needs_info
+        self.has_even_batches = self.rows.has_even_batches
         self._powers = gamma ** np.arange(n + 1)
-        self._steps = np.arange(n)[:, None]
-        # Row k: what each of n rewards counts where k steps are summed.
-        self._factors = np.tril(np.tile(self._powers[:n], (n + 1, 1)), -1)
         self._episodes = Episodes()
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         view = sight.view
+        if self.rows.owner not in (None, self.owner):
+            raise ValueError(
+                "rows: expected a sampler of this buffer's own, got one that has drawn from "
+                "another. Make one for each."
+            )
         with self._lock:
             self._episodes.follow(sight)
             draw = self.rows.draw(sight, num_chunks, generator)
@@ -59,26 +66,37 @@ class NStep(Sampler):
             steps = np.minimum(self._episodes.left[rows - view.low], self.n).astype(np.int64)
         strides = view.facts[0].take(view.slots_of(rows))
         last = steps - 1
-        ahead = rows + np.minimum(self._steps, last) * strides
         draw.moved = (_moved(sight), rows + last * strides)
-        draw.replaced[_REWARDS] = self._sum(sight, ahead, steps)
-        is_over = _terminations(sight, draw.moved[1])
-        discount = np.where(is_over, 0.0, self._powers.take(steps)).astype(np.float32)
-        ndim = draw.replaced[_REWARDS].ndim
-        draw.added["discount"] = discount.reshape(-1, *[1] * (ndim - 1))
+        draw.replaced[_REWARDS] = self._sum(sight, rows, steps, strides)
+        draw.added["discount"] = np.empty(0)  # its name is taken; its value follows
+        draw.derive = partial(self._discount, steps)
         return draw
 
-    def _sum(self, sight: Sight, ahead: Array, steps: Array) -> Array:
-        """The discounted rewards of rows ``[n, K]``, of which ``steps`` ``[K]`` count."""
+    def _discount(self, steps: Array, columns: Mapping[Path, Array]) -> dict[str, Array]:
+        """What the value behind the last of ``steps`` counts, from the flags of that one."""
+        discount = self._powers.take(steps).astype(np.float32)
+        flags = _terminations(columns)
+        if flags is not None:
+            discount[flags] = 0.0
+        return {"discount": discount.reshape(-1, *[1] * (columns[_REWARDS].ndim - 1))}
+
+    def _sum(self, sight: Sight, rows: Array, steps: Array, strides: Array) -> Array:
+        """The discounted rewards of ``steps`` steps from each row on, ``strides`` rows apart."""
         column = column_of(sight, _REWARDS, "NStep")
         if column.storage.kind != "f":
             raise SchemaError(f"column 'rewards': expected floats for NStep, got {column.dtype}.")
-        (rewards,) = sight.read([_REWARDS], ahead.reshape(-1))
-        n, num_rows = ahead.shape
+        ends = steps.cumsum()
+        begins = ends - steps
+        ahead = np.arange(ends[-1]) - begins.repeat(steps)
+        (rewards,) = sight.read([_REWARDS], rows.repeat(steps) + ahead * strides.repeat(steps))
         # In float64: float32 rewards of many steps would lose digits to the order of the sum.
-        factors = self._factors.take(steps, 0).T[..., None]
-        sums = (rewards.reshape(n, num_rows, -1) * factors).sum(0)
-        return np.asarray(sums.astype(column.storage).reshape(num_rows, *column.row_shape))
+        discounted = flat(rewards) * self._powers.take(ahead)[:, None]
+        sums = np.add.reduceat(discounted, begins).astype(column.storage)
+        return np.asarray(sums.reshape(len(rows), *column.row_shape))
+
+    def get_stats(self) -> dict[str, Any]:
+        """Those of ``rows``."""
+        return self.rows.get_stats()
 
     def renew_lock(self) -> None:
         super().renew_lock()
@@ -94,12 +112,13 @@ def _moved(sight: Sight) -> frozenset[Path]:
     )
 
 
-def _terminations(sight: Sight, rows: Array) -> Array:
-    """Whether the episode ended for good in each of these rows."""
-    paths = {column.path for column in sight.schema.columns}
-    if TERMINATIONS not in paths and DONES not in paths:
-        return np.zeros(len(rows), np.bool_)
-    read = [TERMINATIONS] if TERMINATIONS in paths else [DONES, TRUNCATIONS]
-    flags = sight.read([path for path in read if path in paths], rows)
-    is_over, *truncated = (np.asarray(flat(found).any(axis=1)) for found in flags)
-    return is_over & ~truncated[0] if truncated else is_over
+def _terminations(columns: Mapping[Path, Array]) -> Array | None:
+    """Whether the episode ended for good in each row; None where no column tells."""
+    if TERMINATIONS in columns:
+        return np.asarray(flat(columns[TERMINATIONS]).any(axis=1))
+    if DONES not in columns:
+        return None
+    is_over = flat(columns[DONES]).any(axis=1)
+    if TRUNCATIONS in columns:
+        is_over &= ~flat(columns[TRUNCATIONS]).any(axis=1)
+    return np.asarray(is_over)

@@ -19,6 +19,7 @@ from mmbuf.sampling.tree import SumTree
 from mmbuf.schema import Array
 
 _MARK = 2  # the row of facts with the marks of the uuids
+_MOST = 1e290  # of p^alpha, so that no sum of them is infinite
 
 
 class Prioritized(Sampler):
@@ -40,12 +41,14 @@ class Prioritized(Sampler):
         self.beta = beta
         self.eps = eps
         self._rows = _Priorities()
+        self._updated: list[Array] = []  # handles, since the last draw
         self._num_late = 0
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         with self._lock:
             rows = self._rows
             rows.follow(sight)
+            self._count_late()
             total = rows.tree.total
             if not total > 0:
                 raise EmptyBufferError("sample: expected a row with a priority above 0, got none.")
@@ -60,10 +63,11 @@ class Prioritized(Sampler):
         """Set the priorities of the rows of ``handles``: int64 ``[K, 2]`` from ``batch["info"]``.
 
         ``priorities`` are ``[K]``, at least 0 and finite: ValueError otherwise, and nothing is
-        changed. Rows that have left the window are counted in `get_stats` and ignored.
+        changed. Those of rows that have left the window are ignored, and counted in `get_stats`
+        by the next draw at the latest.
         """
-        handles = np.asarray(handles, np.int64)
-        values = np.asarray(torch.as_tensor(priorities).detach().cpu(), np.float64).reshape(-1)
+        handles = _array(handles, np.int64)
+        values = _array(priorities, np.float64).reshape(-1)
         if handles.shape != (len(values), 2):
             raise ValueError(
                 f"handles: expected int64 of shape ({len(values)}, 2), one for each priority, "
@@ -71,11 +75,26 @@ class Prioritized(Sampler):
             )
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ValueError("priorities: expected finite numbers of at least 0, got others.")
+        with np.errstate(over="ignore"):
+            powers = (values + self.eps) ** self.alpha
+        if not (powers <= _MOST).all():
+            raise ValueError(
+                f"priorities: expected (p + eps)^alpha of at most {_MOST:g}, "
+                f"got p = {values.max():g}."
+            )
         with self._lock:
             leaves = self._rows.leaves_of(handles)
             is_there = leaves >= 0
             self._num_late += len(leaves) - int(is_there.sum())
-            self._rows.set(leaves[is_there], (values[is_there] + self.eps) ** self.alpha)
+            self._rows.set(leaves[is_there], powers[is_there])
+            self._updated.append(handles[is_there])
+
+    def _count_late(self) -> None:
+        """Count the updates whose rows had left already, and were not known to have."""
+        if self._updated and self._rows.has_changed:
+            leaves = self._rows.leaves_of(np.concatenate(self._updated))
+            self._num_late += int((leaves < 0).sum())
+        self._updated.clear()
 
     def get_stats(self) -> dict[str, Any]:
         """``late_updates``: priorities that came when their row had left the window."""
@@ -89,8 +108,18 @@ class Prioritized(Sampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the priorities of a `state_dict`, for the trajectories that are in it."""
         with self._lock:
-            self._rows = _Priorities()
-            self._rows.load_state_dict(state)
+            rows = _Priorities()
+            rows.load_state_dict(state)
+            self._rows = rows
+            self._updated.clear()
+
+
+def _array(values: Any, dtype: Any) -> Array:
+    """``values`` as an array; tensors of any device and dtype, with gradients or not."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = values.double() if values.is_floating_point() else values
+    return np.asarray(values, dtype)
 
 
 class _Priorities(Derived):
@@ -109,6 +138,11 @@ class _Priorities(Derived):
         self._marks: list[Array] = []  # of the window's trajectories, in parts, oldest first
         self._saved: dict[int, Array] = {}  # of trajectories that are still to come, by mark
         self._order: tuple[Array, Array, Array] | None = None  # for `leaves_of`
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether trajectories came or left since `leaves_of` was asked last."""
+        return self._order is None
 
     def leaves_of(self, handles: Array) -> Array:
         """The leaf of each handle; -1 where the row is not in the window."""
@@ -163,13 +197,18 @@ class _Priorities(Derived):
 
     def _clear(self) -> None:
         """Keep what is known, to find it again among the trajectories that come."""
-        if self._marks:
+        num_rows = int(self._lengths.live.sum())
+        # Unless a change was broken off halfway.
+        if len(self._all_marks()) == len(self._lengths) and num_rows == len(self._values()):
             self.load_state_dict(self.state_dict())
         self._marks.clear()
         self._order = None
         self.tree, self.first_leaf, self._stop_leaf = SumTree(1), 0, 0
 
     def _drop(self, num_slots: int, num_rows: int) -> None:
+        if num_slots == len(self._lengths):
+            self._clear()  # where the middle changed all come again, under other numbers
+            return
         self._marks = [self._all_marks()[num_slots:]]
         self._order = None
         self.tree.fill(self.first_leaf, 0.0, self.first_leaf + num_rows)
@@ -194,8 +233,8 @@ class _Priorities(Derived):
                 saved = self._saved.get(mark)
                 if saved is not None and len(saved) == length:
                     values[stop - length : stop] = saved
-            self._saved.clear()
         self.tree.fill(start, values, start + num_rows)
         self._stop_leaf += num_rows
         self._marks.append(marks)
         self._order = None
+        self._saved.clear()

@@ -23,8 +23,10 @@ class Recent(Sampler):
 
     def __init__(self, half_life: float) -> None:
         super().__init__()
-        if not half_life > 0:
-            raise ValueError(f"half_life: expected a number of rows above 0, got {half_life}.")
+        if not 0 < half_life < np.inf:
+            raise ValueError(
+                f"half_life: expected a finite number of rows above 0, got {half_life}."
+            )
         self.half_life = half_life
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:

@@ -52,6 +52,7 @@ class Stratified(Sampler):
         self._strata = _Strata(by, self._numbers)
         self._counts: tuple[object, Array, Array, Array] | None = None
         self._num_small = dict.fromkeys(self.quotas, 0)
+        self._told: set[Any] = set()  # values that were empty
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         if self._are_counts and sum(self.quotas.values()) != num_chunks:
@@ -96,7 +97,8 @@ class Stratified(Sampler):
     def _note_small(self, quotas: Array, sizes: Array) -> None:
         for i in (sizes < quotas).nonzero()[0].tolist():
             value = list(self.quotas)[i]
-            if not sizes[i] and not self._num_small[value]:
+            if not sizes[i] and value not in self._told:
+                self._told.add(value)
                 _log.warning("Stratified: no trajectory of %r is in the window.", value)
             self._num_small[value] += 1
 

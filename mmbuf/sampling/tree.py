@@ -12,17 +12,18 @@ import numpy as np
 from mmbuf.schema import Array
 
 FANOUT = 32
+_MAX_TOP = 4096  # nodes that are searched as one
 
 
 class SumTree:
     """``size`` leaves, float64 and 0 to begin with. For one thread at a time."""
 
     def __init__(self, size: int) -> None:
-        num_levels = 1
-        while FANOUT**num_levels < size:
-            num_levels += 1
-        # From the leaves up; the last one has FANOUT nodes at most.
-        self._levels = [np.zeros(FANOUT ** (num_levels - i)) for i in range(num_levels)]
+        sizes = [-(-size // FANOUT) * FANOUT]
+        while sizes[-1] > _MAX_TOP:
+            sizes.append(-(-sizes[-1] // FANOUT**2) * FANOUT)
+        # From the leaves up; all are whole rows of FANOUT.
+        self._levels = [np.zeros(count) for count in sizes]
         self._size = size
 
     @property
@@ -52,20 +53,37 @@ class SumTree:
             level[start:stop] = below.reshape(-1, FANOUT)[start:stop].sum(1)
 
     def find(self, sums: Array) -> Array:
-        """The leaf within which the running sum of all leaves reaches each of ``sums``.
+        """The leaf within which the running sum of all leaves reaches each of ``sums``; int64.
 
-        Of ``[0, total)``. A leaf of 0 is never found.
+        ``sums`` are of ``[0, total)``. A leaf of 0 is never found.
         """
-        sums = sums.copy()
-        nodes = np.zeros(len(sums), np.int64)
-        for level in reversed(self._levels):
+        top = self._levels[-1]
+        running = top.cumsum()
+        nodes, shares = _find(running, top, sums)
+        for level in reversed(self._levels[:-1]):
+            # The children of all nodes in one row, where each node's share is 1: so one search
+            # finds all, and the small are as exact as the large.
             children = level.reshape(-1, FANOUT).take(nodes, 0)
-            running = children.cumsum(1)
-            # Rounding may leave a little more than all children hold: the last that holds anything.
-            np.minimum(sums, np.nextafter(running[:, -1], 0), out=sums)
-            child = (running <= sums[:, None]).sum(1)
-            at = np.arange(len(nodes)), child
-            sums -= running[at] - children[at]
-            np.maximum(sums, 0, out=sums)
-            nodes = nodes * FANOUT + child
+            children /= children.sum(1)[:, None]
+            running = children.reshape(-1).cumsum()
+            ends = running[FANOUT - 1 :: FANOUT]
+            begins = np.concatenate([[0.0], ends[:-1]])
+            at, shares = _find(
+                running, children.reshape(-1), begins + shares * (ends - begins), ends
+            )
+            nodes = nodes * FANOUT + at % FANOUT
         return nodes
+
+
+def _find(
+    running: Array, sizes: Array, sums: Array, ends: Array | None = None
+) -> tuple[Array, Array]:
+    """Where running sums first exceed ``sums``, and which share of that step is below them.
+
+    ``ends``: what each of ``sums`` must stay below, whatever rounding has made of it.
+    """
+    sums = np.minimum(sums, np.nextafter(running[-1] if ends is None else ends, 0))
+    found = running.searchsorted(sums, "right")
+    steps = sizes[found]
+    shares = (sums - (running[found] - steps)) / steps
+    return found, np.clip(shares, 0.0, 1.0)
