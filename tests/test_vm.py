@@ -375,3 +375,20 @@ def test_reserving_more_than_the_limit_is_an_error_and_leaves_nothing() -> None:
         "    print(vm.is_out_of_memory(error), abs(vm.address_space_left() - before) < 1 << 20)\n"
     )
     assert (result.stdout, result.stderr) == ("True True\n", "")
+
+
+def test_what_the_system_refused_to_take_back_goes_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "refused")
+
+    first = AddressRange(SIZE)
+    address = first.address
+    with monkeypatch.context() as patch:
+        patch.setattr(vm, "_munmap", refuse)
+        first.close()
+    assert mappings(address, address + SIZE) != []
+    AddressRange(SIZE).close()
+    assert mappings(address, address + SIZE) == []
+    assert vm._stuck == []
