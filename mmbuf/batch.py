@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -73,21 +74,26 @@ def _array(tensor: torch.Tensor) -> Array:
         return tensor.float().numpy()
 
 
-def tensordict_of(batch: Batch, num_dims: int) -> Any:
-    """A batch as a `TensorDict` with ``num_dims`` batch dimensions; views. Text as non-tensors."""
+def tensordict() -> ModuleType:
+    """The library of that name; MmbufError where it is missing."""
     try:
-        from tensordict import NonTensorStack, TensorDict  # type: ignore[import-untyped]
+        import tensordict as library  # type: ignore[import-untyped]
     except ImportError as error:
         raise MmbufError(
             "as_tensordict: tensordict is missing. Install it: pip install tensordict"
         ) from error
+    return library  # type: ignore[no-any-return]
+
+
+def tensordict_of(batch: Batch, num_dims: int) -> Any:
+    """A batch as a `TensorDict` with ``num_dims`` batch dimensions; views. Text as non-tensors."""
+    library = tensordict()
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
-            return TensorDict(
-                {name: convert(item) for name, item in value.items()}, batch_size=shape
-            )
-        return NonTensorStack.from_list(value) if isinstance(value, list) else value
+            items = {name: convert(item) for name, item in value.items()}
+            return library.TensorDict(items, batch_size=shape)
+        return library.NonTensorStack.from_list(value) if isinstance(value, list) else value
 
     shape = _leading(batch, num_dims)
     return convert(batch)

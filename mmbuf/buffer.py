@@ -302,6 +302,8 @@ class TrajectoryReplayBuffer:
 
     def is_ready(self, min_size: int) -> bool:
         """Whether the list holds at least ``min_size`` trajectories."""
+        if self._is_closed:
+            raise _closed("is_ready")
         return len(self) >= min_size
 
     async def is_ready_async(self, min_size: int) -> bool:

@@ -285,7 +285,12 @@ class TrajectoryCache:
 
         def look(view: View) -> tuple[list[Leaf], Draw, Origins | None]:
             drawn = draw(Sight(self, view))
-            leaves = self._gather_draw(view, drawn, targets(drawn))
+            try:
+                leaves = self._gather_draw(view, drawn, targets(drawn))
+            except BaseException:
+                if drawn.undo is not None:
+                    drawn.undo()
+                raise
             if drawn.derive is not None:
                 columns = zip(self._positions, leaves, strict=True)
                 drawn.added |= drawn.derive(dict(columns))

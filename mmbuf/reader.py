@@ -170,6 +170,12 @@ class ReplayReader:
         options = (sampler, with_info, as_numpy, as_tensordict, device)
         return self._retried(partial(self._window.sample, num_chunks, out, *options))
 
+    def is_ready(self, min_size: int) -> bool:
+        """Whether there are ``min_size`` trajectories; looks for new ones where there are fewer."""
+        if len(self) < min_size:
+            self.refresh()
+        return len(self) >= min_size
+
     def wait_for(self, min_size: int, timeout_s: float | None = None) -> bool:
         """Sleep until there are ``min_size`` trajectories; False if not within ``timeout_s``.
 
@@ -178,8 +184,7 @@ class ReplayReader:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         sleep_s = _SHORTEST_SLEEP_S
         while True:
-            self.refresh()
-            if len(self) >= min_size:
+            if self.is_ready(min_size):
                 return True
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not self._follow:

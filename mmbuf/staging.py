@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from mmbuf.batch import Batch, each
-from mmbuf.errors import SchemaError
 
 _MAX_KEYS = 16  # whose staging batches are kept
 
@@ -37,18 +36,13 @@ class Staging:
         """A batch on the device, the caller's own; of text the lists.
 
         ``fill(out)`` gathers into ``out``, or a new batch for None. Batches of one ``key`` have
-        the same shapes, while the schema is the same.
+        the same columns and shapes.
         """
         free = self._stages.setdefault(key, deque())
         for old in list(self._stages)[:-_MAX_KEYS]:
             self._stages.pop(old, None)
         stage = _next_stage(free)
-        try:
-            batch = fill(stage.batch)
-        except SchemaError:
-            if stage.batch is None:
-                raise
-            batch = fill(None)  # of another schema than the last one
+        batch = fill(stage.batch)
         if batch is not stage.batch:
             batch = stage.batch = each(batch, self._pinned)
         sent: Batch = each(batch, self._copied)

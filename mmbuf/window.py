@@ -28,6 +28,7 @@ from mmbuf.batch import (
     numpy_of,
     put_text,
     targets,
+    tensordict,
     tensordict_of,
 )
 from mmbuf.cache import STATS, Origins, TrajectoryCache
@@ -249,6 +250,8 @@ class Window:
         """As `TrajectoryReplayBuffer.sample`."""
         if device is None and not as_numpy and not as_tensordict:
             return self._sample(num_chunks, out, sampler, with_info)
+        if as_tensordict:
+            tensordict()  # or an epoch would lose the rows of a batch that cannot be made
         if out is not None or (as_numpy and (as_tensordict or device is not None)):
             raise ValueError(
                 "sample: expected one of out, as_numpy, and as_tensordict or device, got several."
@@ -336,7 +339,7 @@ class Window:
         def fill(out: Batch | None) -> Batch:
             return self._sample(num_chunks, out if is_even else None, sampler, with_info)
 
-        return staging.send((num_chunks, sampler, with_info), fill)
+        return staging.send((num_chunks, sampler, with_info, self.schema), fill)
 
     def _own(self, sampler: Sampler) -> None:
         """ValueError for a sampler that belongs to another."""

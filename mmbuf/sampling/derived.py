@@ -80,7 +80,8 @@ class Derived(ABC):
             raise StaleSightError
         # All anew the next time, should this not come to its end: by an error, in a forked child.
         self._owner = self._view = None
-        if not is_known or first > self._next:
+        # Where the middle changed all slots have new numbers, that begin here.
+        if not is_known or first >= self._next:
             self._forget()
             self._first = self._next = first
         if first > self._first:

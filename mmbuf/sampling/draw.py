@@ -10,7 +10,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from mmbuf.entry import Entry
 from mmbuf.errors import SchemaError
 from mmbuf.schema import Array, Column, Path, Schema
 from mmbuf.slots import View
+
+_Own = TypeVar("_Own", bound="Sampler")
 
 
 class StaleSightError(Exception):
@@ -59,7 +62,7 @@ class Draw:
     ``rows`` are int64 row numbers; the batch's leading dimensions are ``shape``, or ``[len(rows)]``
     where it is empty. ``moved`` columns come from other rows, as many. ``replaced`` columns and
     ``added`` keys have the given values, with the batch's leading dimensions; ``derive`` gives more
-    of these from the gathered columns, by path.
+    of these from the gathered columns, by path. ``undo`` is called where no batch comes of it.
     """
 
     rows: Array
@@ -68,19 +71,30 @@ class Draw:
     replaced: dict[Path, Array] = field(default_factory=dict)
     added: dict[str, Array] = field(default_factory=dict)
     derive: Callable[[Mapping[Path, Any]], dict[str, Array]] | None = None
+    undo: Callable[[], None] | None = None
 
 
 class Sampler(ABC):
-    """Says which rows a batch has. Thread-safe.
+    """Says which rows a batch has. Thread-safe. A copy, by pickle too, begins anew.
 
     ``needs_info``: batches always have ``"info"``, since the caller needs the handles.
     ``has_even_batches``: equal numbers asked for give batches of equal shapes. ``num_dims``: the
     leading dimensions of its batches.
     """
 
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     needs_info = False
     has_even_batches = True
     num_dims = 1
+
+    def __new__(cls: type[_Own], *args: Any, **kwargs: Any) -> _Own:
+        sampler = super().__new__(cls)
+        sampler._arguments = (args, kwargs)
+        return sampler
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        args, kwargs = self._arguments
+        return partial(type(self), *args, **kwargs), ()
 
     def __init__(self) -> None:
         self.owner: object | None = None  # the window that it belongs to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mmbuf.slots import View
 
 _BLOCK = 1 << 14  # indices computed at once, since NumPy's calls cost more than a few numbers
 _ROUNDS = 8  # with 4, neighbours in orders of 16 or 64 still prefer some distances to others
+_NONE: Array = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int64).min // 2
 _MARK = 2  # the row of facts with the marks of the uuids
 
@@ -47,11 +49,17 @@ class WithoutReplacement(Sampler):
                 )
             if self._order is None:
                 self._begin(view, generator)
-            rows = self._next(view, num_chunks)
+            rows, taken = self._next(view, num_chunks)
             if len(rows) < (num_chunks if self.drop_last else 1):
                 self._begin(view, generator)
-                rows = self._next(view, num_chunks)
-            return Draw(rows)
+                rows, taken = self._next(view, num_chunks)
+            return Draw(rows, undo=partial(self._put_back, taken, self._order))
+
+    def _put_back(self, taken: Array, order: Permutation | None) -> None:
+        """Give these indices again, if their epoch goes on."""
+        with self._lock:
+            if order is self._order:
+                self._ahead = np.concatenate([taken, self._ahead])
 
     def _check_newest(self, sight: Sight) -> None:
         """StaleSightError for a sight that lacks trajectories of an earlier one."""
@@ -68,11 +76,11 @@ class WithoutReplacement(Sampler):
         self._position = 0
         self._ahead = self._ahead[:0]
 
-    def _next(self, view: View, count: int) -> Array:
-        """Up to ``count`` rows of ``view``; fewer at the end of the epoch."""
+    def _next(self, view: View, count: int) -> tuple[Array, Array]:
+        """Up to ``count`` rows of ``view``, fewer at the end of the epoch; and their indices."""
         assert self._order is not None
         assert self._listing is not None
-        found: list[Array] = []
+        found: list[tuple[Array, Array]] = []
         while count:
             if not len(self._ahead):
                 stop = min(self._position + _BLOCK, self._order.size)
@@ -82,9 +90,13 @@ class WithoutReplacement(Sampler):
                 self._position = stop
             taken, self._ahead = self._ahead[:count], self._ahead[count:]
             rows = self._listing.rows_in(view, taken)
-            found.append(rows)
+            found.append((rows, taken))
             count -= len(rows)
-        return found[0] if len(found) == 1 else np.concatenate([*found, np.empty(0, np.int64)])
+        if len(found) == 1:
+            return found[0]
+        # None at the end of an epoch, several where trajectories have gone.
+        all_rows, all_taken = (np.concatenate([_NONE, *(p[i] for p in found)]) for i in (0, 1))
+        return all_rows, all_taken
 
     def state_dict(self) -> dict[str, Any]:
         """Where in which epoch it is; tensors and numbers."""

@@ -206,9 +206,6 @@ class _Priorities(Derived):
         self.tree, self.first_leaf, self._stop_leaf = SumTree(1), 0, 0
 
     def _drop(self, num_slots: int, num_rows: int) -> None:
-        if num_slots == len(self._lengths):
-            self._clear()  # where the middle changed all come again, under other numbers
-            return
         self._marks = [self._all_marks()[num_slots:]]
         self._order = None
         self.tree.fill(self.first_leaf, 0.0, self.first_leaf + num_rows)

@@ -1,0 +1,417 @@
+"""Torch datasets over buffers and readers: batches without end, of one buffer or mixed from two.
+
+They can stand in the place of RLinf's classes of those names. A dataset is a handle. What it draws
+from, and what is drawn and not yet delivered, is in its `_Feed`: that is what a prefetching thread
+holds, so that a dataset which nobody holds any more ends, and its thread with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from mmbuf import files
+from mmbuf.batch import Batch
+from mmbuf.buffer import TrajectoryReplayBuffer
+from mmbuf.errors import ClosedError, EmptyBufferError, SchemaError
+from mmbuf.reader import ReplayReader
+from mmbuf.sampling import Sampler
+
+_SHORTEST_SLEEP_S = 0.001
+_LONGEST_SLEEP_S = 0.05
+_JOIN_S = 0.05  # longer than a draw takes as a rule
+_RECHECK_S = 1.0
+
+
+class ReplayBufferDataset(IterableDataset[Batch]):
+    """Batches of ``batch_size`` rows without end, each drawn when it is asked for.
+
+    Parameters
+    ----------
+    replay_buffer, demo_buffer
+        What to draw from; ``demo_buffer`` may be None. They stay the caller's to close.
+    batch_size
+        ``round(batch_size * demo_fraction)`` rows (half to even: 4 of 7) are the demo buffer's, if
+        there is one, and follow those of the replay buffer. A buffer that has no row in a batch is
+        neither drawn from nor waited for.
+    min_replay_buffer_size, min_demo_buffer_size
+        Each batch waits until the buffers have so many trajectories.
+    prefetch_size
+        Has no effect here.
+    sampler, demo_sampler
+        Given to the buffers' `sample`; None: none. At the end of an epoch a sampler may give fewer
+        rows.
+    timeout_s
+        How long to wait for trajectories; then TimeoutError says what is missing. None: for ever.
+
+    ``next`` raises what `sample` raises, and SchemaError where the two buffers' columns differ; it
+    may be called again. Thread-safe: each batch goes to one of those who ask. Forked children, and
+    spawned ones where the buffers pickle, begin anew, each with its buffers' own streams and none
+    of the batches that wait here; so do the workers of a DataLoader.
+    """
+
+    _draws_ahead = False
+
+    def __init__(
+        self,
+        replay_buffer: TrajectoryReplayBuffer | ReplayReader,
+        demo_buffer: TrajectoryReplayBuffer | ReplayReader | None,
+        batch_size: int,
+        min_replay_buffer_size: int,
+        min_demo_buffer_size: int,
+        prefetch_size: int = 5,
+        *,
+        demo_fraction: float = 0.5,
+        sampler: Sampler | None = None,
+        demo_sampler: Sampler | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        _check_at_least(1, "batch_size", batch_size)
+        _check_at_least(0, "min_replay_buffer_size", min_replay_buffer_size)
+        _check_at_least(0, "min_demo_buffer_size", min_demo_buffer_size)
+        if self._draws_ahead:
+            _check_at_least(1, "prefetch_size", prefetch_size)
+        if not 0 <= demo_fraction <= 1:
+            raise ValueError(f"demo_fraction: expected a number in [0, 1], got {demo_fraction}.")
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ValueError(f"timeout_s: expected None or at least 0, got {timeout_s}.")
+        num_demo = 0 if demo_buffer is None else round(batch_size * demo_fraction)
+        parts = [
+            _Part(
+                "replay_buffer",
+                replay_buffer,
+                batch_size - num_demo,
+                min_replay_buffer_size,
+                sampler,
+            )
+        ]
+        if demo_buffer is not None:
+            parts.append(
+                _Part("demo_buffer", demo_buffer, num_demo, min_demo_buffer_size, demo_sampler)
+            )
+        self._feed = _Feed(
+            [part for part in parts if part.num_rows],
+            prefetch_size if self._draws_ahead else 1,
+            timeout_s,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches to come, until the dataset is closed; ClosedError if it is already.
+
+        All iterators take from the same batches.
+        """
+        feed = self._own_feed()
+        feed.check_is_open("iter")
+        if self._draws_ahead and feed.start():
+            # At exit too: a thread that the interpreter ends within torch takes the process along.
+            weakref.finalize(self, feed.close)
+        return iter(self._next, None)  # holds the dataset
+
+    def _next(self) -> Batch | None:
+        return self._own_feed().next()
+
+    def _own_feed(self) -> _Feed:
+        """This process's feed: a forked child has another than its parent."""
+        if self._feed.pid != files.process_id():
+            self._feed = copy.copy(self._feed)
+        return self._feed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the batches to come depend on, for ``torch.load(weights_only=True)`` as well.
+
+        Copies of the batches that are drawn and not delivered, and the states of the buffers'
+        generators and of the samplers; of this process, not of a DataLoader's workers.
+        """
+        return self._own_feed().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`: over the same trajectories, the same batches come.
+
+        Those that wait to be delivered are dropped. ValueError where the state is another kind of
+        dataset's.
+        """
+        self._own_feed().load_state_dict(state)
+
+    def get_stats(self) -> dict[str, float]:
+        """``batches`` delivered, ``wait_s`` spent in ``next``, batches ``prefetched`` by now."""
+        return self._own_feed().get_stats()
+
+    def close(self) -> None:
+        """End all iterators, also those that wait, and let go of the buffers, which stay open.
+
+        Returns at once; a draw that takes longer ends by itself. Closing again does nothing.
+        """
+        self._own_feed().close()
+
+    def __enter__(self) -> ReplayBufferDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PreloadReplayBufferDataset(ReplayBufferDataset):
+    """A `ReplayBufferDataset` that has a thread draw the batches before they are asked for.
+
+    The first ``iter`` starts it. At most ``prefetch_size`` batches are drawn, or being drawn, and
+    not delivered: no batch is older than so many batches. What goes wrong is raised by the ``next``
+    that follows the batches drawn before. A dataset that is dropped ends its thread like `close`.
+    """
+
+    _draws_ahead = True
+
+
+def replay_buffer_collate_fn(batch: Sequence[Batch]) -> Batch:
+    """The batch itself, for a ``DataLoader(dataset, batch_size=1)``."""
+    return batch[0]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of each batch that come from one buffer."""
+
+    name: str
+    buffer: TrajectoryReplayBuffer | ReplayReader
+    num_rows: int
+    min_size: int
+    sampler: Sampler | None
+
+    def sample(self) -> Batch:
+        options: dict[str, Any] = {} if self.sampler is None else {"sampler": self.sampler}
+        batch: Batch = self.buffer.sample(self.num_rows, **options)
+        return batch
+
+
+class _Feed:
+    """Batches of ``parts``, drawn by whoever asks for one or, once started, by a thread ahead.
+
+    At most ``depth`` are drawn and not delivered. No parts: it is closed. It belongs to one
+    process, since in a forked child no thread goes on and locks may stay held.
+    """
+
+    def __init__(self, parts: Sequence[_Part], depth: int, timeout_s: float | None) -> None:
+        self.pid = files.process_id()
+        self._depth = depth
+        self._timeout_s = timeout_s
+        # Taken first. Held from a draw's begin until its batch is queued, and for the state.
+        self._drawing = threading.Lock()
+        # Guards what follows. Reentrant: the garbage collector closes in the midst of anything.
+        self._changed = threading.Condition(threading.RLock())
+        self._parts = parts
+        self._thread: threading.Thread | None = None
+        self._batches: deque[Batch] = deque()
+        self._error: BaseException | None = None
+        self._num_delivered = 0
+        self._wait_s = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, in whatever process, begins anew."""
+        return _Feed, (self._parts, self._depth, self._timeout_s)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._parts
+
+    def check_is_open(self, what: str) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{what}: expected an open dataset, got one that was closed.")
+
+    def start(self) -> bool:
+        """Draw ahead from now on; False where a thread does already."""
+        with self._changed:
+            if self._thread is not None:
+                return False
+            thread = threading.Thread(target=self._draw_ahead, name="mmbuf-prefetch", daemon=True)
+            thread.start()
+            self._thread = thread
+            return True
+
+    def next(self) -> Batch | None:
+        """The next batch, None once closed; or raises what drawing it has raised."""
+        began_s = time.monotonic()
+        try:
+            while not self.is_closed:
+                with self._changed:
+                    if self._batches:
+                        self._changed.notify_all()
+                        self._num_delivered += 1
+                        return self._batches.popleft()
+                    if self._error is not None:
+                        self._changed.notify_all()
+                        raise self._take_error()
+                if self._thread is None:
+                    self._draw(self._timeout_s)
+                else:
+                    self._wait_for_thread()
+            return None
+        finally:
+            with self._changed:
+                self._wait_s += time.monotonic() - began_s
+
+    def _take_error(self) -> BaseException:
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
+    def _wait_for_thread(self) -> None:
+        """Until there is something to take; TimeoutError if it is trajectories that are missing."""
+        timeout_s = None if self._timeout_s is None else max(self._timeout_s, _SHORTEST_SLEEP_S)
+        with self._changed:
+            has_come = self._changed.wait_for(
+                lambda: self.is_closed or self._batches or self._error is not None, timeout_s
+            )
+        if not has_come and (missing := self._missing()):
+            raise TimeoutError(f"{missing} after {self._timeout_s} s.")
+
+    def _draw_ahead(self) -> None:
+        """What the thread does."""
+        while self._has_room():
+            try:
+                self._draw(None)
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Wait until there is room and no error is left to deliver; False once closed."""
+        with self._changed:
+            while len(self._batches) >= self._depth or self._error is not None:
+                if self.is_closed:
+                    break
+                # Not for ever: the collector may close in this thread between look and wait.
+                self._changed.wait(_RECHECK_S)
+            return not self.is_closed
+
+    def _draw(self, timeout_s: float | None) -> None:
+        """Queue one more batch once the buffers are ready; none where that has become wrong."""
+        self._wait_for_buffers(timeout_s)
+        with self._drawing:
+            parts = self._parts
+            if not parts or len(self._batches) >= self._depth:  # another thread loaded or drew
+                return
+            try:
+                batch = reduce(_joined, [part.sample() for part in parts])
+            except EmptyBufferError:
+                if self._missing():  # cleared since: to be waited for
+                    return
+                raise
+            with self._changed:
+                if not self.is_closed:
+                    self._batches.append(batch)
+                    self._changed.notify_all()
+
+    def _wait_for_buffers(self, timeout_s: float | None) -> None:
+        """Sleep until they have the trajectories that a batch waits for, or this is closed."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        sleep_s = _SHORTEST_SLEEP_S
+        while missing := self._missing():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{missing} after {timeout_s} s.")
+            with self._changed:
+                if self.is_closed:
+                    return
+                self._changed.wait(min(sleep_s, left_s))
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+
+    def _missing(self) -> str:
+        """What the buffers lack; empty where they are ready."""
+        return "; ".join(
+            f"{part.name}: expected {part.min_size} trajectories, got {len(part.buffer)}"
+            for part in self._parts
+            if not part.buffer.is_ready(part.min_size)
+        )
+
+    def _owners(self) -> dict[str, Any]:
+        """Those that have a state, by the name that it has in ours."""
+        owners: dict[str, Any] = {}
+        for part in self._parts:
+            owners |= {part.name: part.buffer, f"{part.name}.sampler": part.sampler}
+        return {name: owner for name, owner in owners.items() if hasattr(owner, "state_dict")}
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._drawing, self._changed:
+            self.check_is_open("state_dict")
+            states = {name: owner.state_dict() for name, owner in self._owners().items()}
+            return {"batches": copy.deepcopy(list(self._batches)), **states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self._drawing, self._changed:
+            self.check_is_open("load_state_dict")
+            owners = self._owners()
+            if set(state) != {"batches", *owners}:
+                raise ValueError(
+                    f"state: expected that of a dataset with batches, {', '.join(owners)}, "
+                    f"got one with {', '.join(state)}."
+                )
+            for name, owner in owners.items():
+                owner.load_state_dict(state[name])
+            self._batches = deque(copy.deepcopy(state["batches"]))
+            self._error = None
+            self._changed.notify_all()
+
+    def get_stats(self) -> dict[str, float]:
+        with self._changed:
+            return {
+                "batches": self._num_delivered,
+                "wait_s": self._wait_s,
+                "prefetched": len(self._batches),
+            }
+
+    def close(self) -> None:
+        if self.pid != files.process_id():  # the parent's, dropped by a forked child
+            return
+        with self._changed:
+            self._parts = ()
+            self._batches.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+        self._error = None  # its traceback holds the buffers
+
+
+def _joined(replay: Batch, demo: Batch, path: tuple[str, ...] = ()) -> Batch:
+    """The rows of ``replay``, then those of ``demo``; copies."""
+    joined: Batch = {}
+    for key in {**replay, **demo}:
+        ours, theirs = replay.get(key), demo.get(key)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            joined[key] = _joined(ours, theirs, (*path, key))
+        elif isinstance(ours, list) and isinstance(theirs, list):
+            joined[key] = ours + theirs
+        elif (
+            isinstance(ours, torch.Tensor)
+            and isinstance(theirs, torch.Tensor)
+            and (ours.dtype, ours.shape[1:]) == (theirs.dtype, theirs.shape[1:])
+        ):
+            joined[key] = torch.cat([ours, theirs])
+        else:
+            raise SchemaError(
+                f"column {'.'.join((*path, key))!r}: expected the same of both buffers, "
+                f"got {_kind(ours)} of replay_buffer and {_kind(theirs)} of demo_buffer."
+            )
+    return joined
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return f"{dtype} rows of shape {tuple(leaf.shape[1:])}"
+    return {type(None): "none", list: "text", dict: "a dict"}.get(type(leaf), type(leaf).__name__)
+
+
+def _check_at_least(least: int, name: str, value: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}.")
