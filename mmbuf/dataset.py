@@ -239,25 +239,26 @@ class _Feed:
 
     def next(self) -> Batch | None:
         """The next batch, None once closed; or raises what drawing it has raised."""
-        began_s = time.monotonic()
-        try:
-            while not self.is_closed:
-                with self._changed:
-                    if self._batches:
-                        self._changed.notify_all()
-                        self._num_delivered += 1
-                        return self._batches.popleft()
-                    if self._error is not None:
-                        self._changed.notify_all()
-                        raise self._take_error()
+        while not self.is_closed:
+            # Once only where a batch is there: the thread that this wakes would hold the lock.
+            with self._changed:
+                if self._batches:
+                    self._changed.notify_all()
+                    self._num_delivered += 1
+                    return self._batches.popleft()
+                if self._error is not None:
+                    self._changed.notify_all()
+                    raise self._take_error()
+            began_s = time.monotonic()
+            try:
                 if self._thread is None:
                     self._draw(self._timeout_s)
                 else:
                     self._wait_for_thread()
-            return None
-        finally:
-            with self._changed:
-                self._wait_s += time.monotonic() - began_s
+            finally:
+                with self._changed:
+                    self._wait_s += time.monotonic() - began_s
+        return None
 
     def _take_error(self) -> BaseException:
         error, self._error = self._error, None

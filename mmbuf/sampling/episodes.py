@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from mmbuf.sampling.derived import Derived, Fifo, blocks
-from mmbuf.sampling.draw import Sight, flat
+from mmbuf.sampling.draw import Sight, column_of, flat
 from mmbuf.schema import Array, Path
+from mmbuf.slots import View
 
 DONES: Path = ("dones",)
 TERMINATIONS: Path = ("terminations",)
@@ -31,6 +32,7 @@ class Episodes(Derived):
     def __init__(self) -> None:
         super().__init__()
         self._left = Fifo(np.uint16)
+        self._even: tuple[View | None, int | None] = (None, None)  # see `stride_of`
         self._firsts, self._steps, self._strides = (Fifo(np.int64) for _ in range(3))
         self._counts = Fifo(np.int64)  # episodes of each slot
         self._starts: dict[tuple[int, bool], Fifo] = {}  # see `starts`
@@ -39,6 +41,15 @@ class Episodes(Derived):
     @property
     def left(self) -> Array:
         return self._left.live
+
+    def stride_of(self, view: View, rows: Array) -> Array | int:
+        """The rows from one step to the next, of each of ``rows``; one int where all are equal."""
+        if self._even[0] is not view:
+            num_envs = view.facts[0, view.first : view.stop]
+            is_even = bool((num_envs == num_envs[0]).all())
+            self._even = (view, int(num_envs[0]) if is_even else None)
+        stride = self._even[1]
+        return view.facts[0].take(view.slots_of(rows)) if stride is None else stride
 
     @property
     def firsts(self) -> Array:
@@ -130,6 +141,7 @@ class Episodes(Derived):
 def _flags_of(sight: Sight) -> list[Path]:
     """The columns that say where an episode ends."""
     paths = {column.path for column in sight.schema.columns}
-    if DONES in paths:
-        return [DONES]
-    return [path for path in (TERMINATIONS, TRUNCATIONS) if path in paths]
+    found = [DONES] if DONES in paths else [p for p in (TERMINATIONS, TRUNCATIONS) if p in paths]
+    for path in found:
+        column_of(sight, path, "the ends of episodes")
+    return found

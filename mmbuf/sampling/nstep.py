@@ -20,7 +20,7 @@ from mmbuf.errors import SchemaError
 from mmbuf.sampling.draw import Draw, Sampler, Sight, column_of, flat
 from mmbuf.sampling.episodes import DONES, MAX_LEFT, TERMINATIONS, TRUNCATIONS, Episodes
 from mmbuf.sampling.uniform import Uniform
-from mmbuf.schema import Array, Path
+from mmbuf.schema import Array, Path, Schema
 
 _REWARDS: Path = ("rewards",)
 _FLAGS = (DONES, TERMINATIONS, TRUNCATIONS)
@@ -48,7 +48,9 @@ class NStep(Sampler):
         self.needs_info = self.rows.needs_info
         self.has_even_batches = self.rows.has_even_batches
         self._powers = gamma ** np.arange(n + 1)
+        self._ahead = np.arange(n)
         self._episodes = Episodes()
+        self._moved: tuple[Schema, frozenset[Path]] | None = None  # of the last schema
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         view = sight.view
@@ -63,11 +65,13 @@ class NStep(Sampler):
             if draw.shape or draw.moved or draw.replaced:
                 raise ValueError("rows: expected a sampler of single rows.")
             rows = draw.rows
-            steps = np.minimum(self._episodes.left[rows - view.low], self.n).astype(np.int64)
-        strides = view.facts[0].take(view.slots_of(rows))
-        last = steps - 1
-        draw.moved = (_moved(sight), rows + last * strides)
-        draw.replaced[_REWARDS] = self._sum(sight, rows, steps, strides)
+            steps = np.minimum(self._episodes.left.take(rows - view.low), self.n).astype(np.int64)
+            stride = self._episodes.stride_of(view, rows)
+            if self._moved is None or self._moved[0] is not sight.schema:
+                self._moved = (sight.schema, _moved(sight.schema))
+            moved = self._moved[1]
+        draw.moved = (moved, rows + (steps - 1) * stride)
+        draw.replaced[_REWARDS] = self._sum(sight, rows, steps, stride)
         draw.added["discount"] = np.empty(0)  # its name is taken; its value follows
         draw.derive = partial(self._discount, steps)
         return draw
@@ -80,19 +84,19 @@ class NStep(Sampler):
             discount[flags] = 0.0
         return {"discount": discount.reshape(-1, *[1] * (columns[_REWARDS].ndim - 1))}
 
-    def _sum(self, sight: Sight, rows: Array, steps: Array, strides: Array) -> Array:
-        """The discounted rewards of ``steps`` steps from each row on, ``strides`` rows apart."""
+    def _sum(self, sight: Sight, rows: Array, steps: Array, stride: Array | int) -> Array:
+        """The discounted rewards of ``steps`` steps from each row on, ``stride`` rows apart."""
         column = column_of(sight, _REWARDS, "NStep")
         if column.storage.kind != "f":
             raise SchemaError(f"column 'rewards': expected floats for NStep, got {column.dtype}.")
-        ends = steps.cumsum()
-        begins = ends - steps
-        ahead = np.arange(ends[-1]) - begins.repeat(steps)
-        (rewards,) = sight.read([_REWARDS], rows.repeat(steps) + ahead * strides.repeat(steps))
+        ahead = self._ahead[: steps.max(), None]
+        is_summed = ahead < steps
+        (rewards,) = sight.read([_REWARDS], (rows + is_summed * (ahead * stride)).reshape(-1))
+        rewards = rewards.reshape(*is_summed.shape, -1)
+        rewards[~is_summed] = 0
         # In float64: float32 rewards of many steps would lose digits to the order of the sum.
-        discounted = flat(rewards) * self._powers.take(ahead)[:, None]
-        sums = np.add.reduceat(discounted, begins).astype(column.storage)
-        return np.asarray(sums.reshape(len(rows), *column.row_shape))
+        sums = (rewards * self._powers[: len(ahead), None, None]).sum(0)
+        return np.asarray(sums.astype(column.storage).reshape(len(rows), *column.row_shape))
 
     def get_stats(self) -> dict[str, Any]:
         """Those of ``rows``."""
@@ -103,11 +107,11 @@ class NStep(Sampler):
         self.rows.renew_lock()
 
 
-def _moved(sight: Sight) -> frozenset[Path]:
+def _moved(schema: Schema) -> frozenset[Path]:
     """The columns that are those of the last step."""
     return frozenset(
         column.path
-        for column in sight.schema.columns
+        for column in schema.columns
         if column.path[0] == "next_obs" or column.path in _FLAGS
     )
 
@@ -118,7 +122,7 @@ def _terminations(columns: Mapping[Path, Array]) -> Array | None:
         return np.asarray(flat(columns[TERMINATIONS]).any(axis=1))
     if DONES not in columns:
         return None
-    is_over = flat(columns[DONES]).any(axis=1)
+    is_over = flat(columns[DONES])
     if TRUNCATIONS in columns:
-        is_over &= ~flat(columns[TRUNCATIONS]).any(axis=1)
-    return np.asarray(is_over)
+        is_over = np.logical_and(is_over, np.logical_not(flat(columns[TRUNCATIONS])))
+    return np.asarray(is_over.any(axis=1))

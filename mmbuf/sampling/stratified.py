@@ -14,7 +14,7 @@ from mmbuf.sampling.derived import Derived, blocks
 from mmbuf.sampling.draw import Draw, Sampler, Sight, flat
 from mmbuf.schema import Array, Column
 
-_ATTRIBUTES = ("model_weights_id", "max_episode_length", "trajectory_id", "format")
+_ATTRIBUTES = ("model_weights_id", "max_episode_length", "trajectory_id")
 _BLOCK_ROWS = 1 << 18
 
 _log = logging.getLogger("mmbuf")
