@@ -77,10 +77,10 @@ def _array(tensor: torch.Tensor) -> Array:
 def tensordict() -> ModuleType:
     """The library of that name; MmbufError where it is missing."""
     try:
-        import tensordict as library  # type: ignore[import-untyped]
+        import tensordict as library
     except ImportError as error:
         raise MmbufError(
-            "as_tensordict: tensordict is missing. Install it: pip install tensordict"
+            'as_tensordict: tensordict is missing. Install it: pip install "mmbuf[tensordict]"'
         ) from error
     return library  # type: ignore[no-any-return]
 

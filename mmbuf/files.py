@@ -165,6 +165,16 @@ def signature(file: str | int) -> Signature:
     return Signature(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+def has_changed(path: str, known: Signature) -> bool:
+    """Whether the state of the file of this name is another; one ``stat``."""
+    status = os.stat(path)
+    return (
+        status.st_size != known.size
+        or status.st_mtime_ns != known.changed_at
+        or status.st_ino != known.inode
+    )
+
+
 class Watch:
     """A file held open: asking whether it has changed costs a fifth of asking by its name.
 

@@ -199,7 +199,8 @@ class JournalReader:
 
     def has_changed(self) -> bool:
         """Whether the file is another one, or of another length, than when it was read last."""
-        return files.signature(self._journal) != self._signature
+        signature = self._signature
+        return signature is None or files.has_changed(self._journal, signature)
 
     def let_go(self) -> None:
         """Hold the file open no longer."""

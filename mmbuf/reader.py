@@ -121,10 +121,13 @@ class ReplayReader:
         """
         if self._is_closed:
             raise _closed("refresh")
-        if not self._follow or not (self._stores.has_news() or self._window.has_evicted):
+        if not self._follow:
+            return False
+        stores = self._stores
+        if stores.is_single and not (stores.has_news() or self._window.has_evicted):
             return False
         with self._window.changing:
-            news = self._stores.refresh()
+            news = stores.refresh()
             has_changed = bool(news)
             self._take_in(news)
             self._window.reclaim()  # what gathers of other threads still looked at
@@ -165,7 +168,7 @@ class ReplayReader:
         """As `TrajectoryReplayBuffer.sample`; of what has been published up to now."""
         if self._is_closed:
             raise _closed("sample")
-        if self._follow and (self._stores.has_news() or self._window.has_evicted):
+        if self._follow and (self._stores.looks_new() or self._window.has_evicted):
             self.refresh()
         options = (sampler, with_info, as_numpy, as_tensordict, device)
         return self._retried(partial(self._window.sample, num_chunks, out, *options))

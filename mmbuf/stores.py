@@ -103,22 +103,35 @@ class Stores:
     def has_news(self) -> bool:
         """Whether `refresh` may find something; a ``stat`` for each live store.
 
-        That a directory was moved away is seen within a second. For any number of threads, also
-        while one refreshes.
+        For any number of threads, also while one refreshes.
         """
-        if self._news:
+        if self._news.gone or self._news.come:
             return True
-        now = time.monotonic()
-        is_due = now - self._looked_at > _LOOK_S
-        if is_due and not self.is_single:
+        if not self.is_single and time.monotonic() - self._looked_at > _LOOK_S:
             return True
-        self._looked_at = now if is_due else self._looked_at
-        for journal in list(self._journals.values()):
-            try:
-                if journal.has_changed() if is_due else journal.looks_changed():
+        try:
+            for journal in list(self._journals.values()):
+                if journal.has_changed():
                     return True
-            except FileNotFoundError:
-                return True
+        except FileNotFoundError:
+            return True
+        return False
+
+    def looks_new(self) -> bool:
+        """As `has_news`, cheaper; that a directory was moved away is seen within a second."""
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_S:
+            if self.is_single:
+                self._looked_at = now
+            return self.has_news()
+        if self._news.gone or self._news.come:
+            return True
+        try:
+            for journal in list(self._journals.values()):
+                if journal.looks_changed():
+                    return True
+        except FileNotFoundError:
+            return True
         return False
 
     def close(self) -> None:

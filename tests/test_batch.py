@@ -320,7 +320,7 @@ def test_a_tensordict_is_indexed_with_its_text(tensordict: Any) -> None:
 def test_missing_tensordict_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensordict", None)
     with pytest.raises(
-        MmbufError, match=r"as_tensordict: tensordict is missing\..* pip install tensordict"
+        MmbufError, match=r"as_tensordict: tensordict is missing\..* pip install .mmbuf.tensordict."
     ):
         in_memory().sample(4, as_tensordict=True)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,7 @@ def test_a_journal_that_has_not_changed_costs_one_stat(
     journal = str(tmp_path / JOURNAL)
     inode = os.stat(journal).st_ino
     calls: list[object] = []
+    counting = SimpleNamespace(**vars(os))
     for name in ("stat", "fstat", "lstat"):
         really = getattr(os, name)
 
@@ -238,13 +240,18 @@ def test_a_journal_that_has_not_changed_costs_one_stat(
                 calls.append(file)
             return status
 
-        monkeypatch.setattr(os, name, counted)
-    assert not seen.stores.has_news()
-    assert [type(call) for call in calls] == [int]  # of the open file, which is the cheapest
-    monkeypatch.setattr(stores, "_LOOK_S", -1.0)
-    calls.clear()
+        setattr(counting, name, counted)
+    monkeypatch.setattr(files, "os", counting)
     assert not seen.stores.has_news()
     assert calls == [journal]
+    calls.clear()
+    assert not seen.stores.looks_new()
+    assert [type(call) for call in calls] == [int]  # of the open file, which is cheaper
+    monkeypatch.setattr(stores, "_LOOK_S", -1.0)
+    calls.clear()
+    assert not seen.stores.looks_new()
+    assert calls == [journal]
+    seen.stores.close()
 
 
 def held(directory: Path) -> list[str]:
@@ -262,7 +269,7 @@ def test_closing_lets_go_of_the_journals(tmp_path: Path) -> None:
     assert held(tmp_path) == [str(tmp_path / JOURNAL)]
     seen.stores.close()
     assert held(tmp_path) == []
-    assert not seen.stores.has_news()
+    assert not seen.stores.looks_new()
 
 
 def test_stores_are_followed_when_no_descriptor_is_left(
@@ -273,9 +280,9 @@ def test_stores_are_followed_when_no_descriptor_is_left(
 
     monkeypatch.setattr(files, "Watch", refuse)
     seen = Seen(begin(tmp_path, 0))
-    assert not seen.stores.has_news()
+    assert not seen.stores.looks_new()
     append(tmp_path, add_line(entry(1)))
-    assert seen.stores.has_news()
+    assert seen.stores.looks_new()
 
 
 @LINUX_ONLY

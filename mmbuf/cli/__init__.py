@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 else:
     _missing = None
 
-    from mmbuf.cli import demo, health, transfer
+    from mmbuf.cli import demo, health, inspect, sql, transfer
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -25,6 +25,11 @@ else:
     )
 
     app.command()(demo.demo)
+    app.command()(inspect.info)
+    app.command()(inspect.ls)
+    app.command()(inspect.head)
+    app.command()(inspect.stats)
+    app.command()(sql.sql)
     app.command()(transfer.merge)
     app.command()(transfer.split)
     app.command()(transfer.convert)
