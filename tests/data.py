@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +151,39 @@ class LookAlike:
 def counts_of(buffer: mmbuf.TrajectoryReplayBuffer) -> dict[str, Any]:
     """Its statistics without those that time alone changes."""
     return {name: n for name, n in buffer.get_stats().items() if not name.endswith("_s")}
+
+
+def look_while_adding(look: Callable[[int], None], add: Callable[[], None]) -> None:
+    """`add()` for two seconds beside three threads that `look(thread)` without pause.
+
+    The first failure is raised.
+    """
+    failures: list[BaseException] = []
+    is_over = threading.Event()
+    rounds: Counter[int] = Counter()
+
+    def look_on(thread: int) -> None:
+        try:
+            while not is_over.is_set():
+                look(thread)
+                rounds[thread] += 1
+        except BaseException as failure:
+            failures.append(failure)
+            is_over.set()
+
+    threads = [threading.Thread(target=look_on, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not is_over.is_set():
+        add()
+        time.sleep(0.002)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert min(rounds[thread] for thread in range(3)) > 1
 
 
 def rows_and_texts(payload: Payload) -> tuple[list[Array], dict[int, list[str]]]:

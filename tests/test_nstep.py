@@ -7,9 +7,6 @@ environment). Where sums have to be exact, rewards are small whole numbers and g
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child, Parent
+from data import look_while_adding
 
 from mmbuf import SchemaError, TrajectoryReplayBuffer
 from mmbuf.sampling import (
@@ -731,37 +729,29 @@ def test_samplers_that_are_locked_during_a_fork_draw_in_the_child() -> None:
 
 
 def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
-    is_over = threading.Event()
     numbers = itertools.count()
-    rounds: Counter[int] = Counter()
+    outs: dict[int, Any] = {}  # all threads but one refill theirs
     made = [random_rollout(i, KINDS["terminations and truncations"]) for i in range(32)]
     expected = [expected_of(fields, 3, 0.5) for fields in made]
 
     def look(thread: int) -> None:
-        out = None
-        try:
-            while not is_over.is_set():
-                out = buffer.sample(100, out=out if thread else None, sampler=sampler)
-                leaves = [
-                    out["curr_obs"]["ids"],
-                    out["next_obs"]["ids"],
-                    out["rewards"],
-                    out["discount"],
-                    out["actions"],
-                ]
-                for ids, next_ids, rewards, discount, actions in zip(
-                    *(leaf.tolist() for leaf in leaves), strict=True
-                ):
-                    i, t, b = ids
-                    total, factor, last = expected[i % 32][t, b]
-                    assert (rewards, discount) == (total, [factor])
-                    assert next_ids == [i, last, b]
-                    assert actions == [i % 32, t, b]
-                rounds[thread] += 1
-        except BaseException as failure:
-            failures.append(failure)
-            is_over.set()
+        out = buffer.sample(100, out=outs.get(thread), sampler=sampler)
+        outs[thread] = out if thread else None
+        leaves = [
+            out["curr_obs"]["ids"],
+            out["next_obs"]["ids"],
+            out["rewards"],
+            out["discount"],
+            out["actions"],
+        ]
+        for ids, next_ids, rewards, discount, actions in zip(
+            *(leaf.tolist() for leaf in leaves), strict=True
+        ):
+            i, t, b = ids
+            total, factor, last = expected[i % 32][t, b]
+            assert (rewards, discount) == (total, [factor])
+            assert next_ids == [i, last, b]
+            assert actions == [i % 32, t, b]
 
     with TrajectoryReplayBuffer(
         seed=0, auto_save=True, auto_save_path=tmp_path, sample_window_size=6, cache_size=4
@@ -777,17 +767,5 @@ def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> No
             buffer.add_trajectories([fields])
 
         add()
-        threads = [threading.Thread(target=look, args=(thread,)) for thread in range(3)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and not is_over.is_set():
-            add()
-            time.sleep(0.002)
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
-    assert min(rounds[thread] for thread in range(3)) > 1
+        look_while_adding(look, add)
     assert next(numbers) > 20

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child, Parent
+from data import look_while_adding
 
 from mmbuf import EmptyBufferError, ReplayReader, SchemaError, TrajectoryReplayBuffer
 from mmbuf.sampling import FreshVersions, Recent, Sampler, recency
@@ -437,26 +436,17 @@ def test_rows_of_files_are_those_of_memory(tmp_path: Path, without_fsync: None, 
 
 def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> None:
     """Trajectory i has the versions i and i - 1; max_lag is 2, and the window 6."""
-    failures: list[BaseException] = []
-    is_over = threading.Event()
     numbers = itertools.count()
-    rounds: Counter[int] = Counter()
     num_added = 0
 
     def look(thread: int) -> None:
-        try:
-            while not is_over.is_set():
-                newest = num_added - 1
-                batch = buffer.sample(200, sampler=sampler)
-                versions, ids = batch["versions"].flatten(), batch["ids"]
-                assert torch.equal(versions, ids[:, 0] - ids[:, 1] % 2)
-                assert int(versions.min()) >= newest - 2
-                assert int(versions.max() - versions.min()) <= 2
-                assert int(versions.max()) <= num_added + 1
-                rounds[thread] += 1
-        except BaseException as failure:
-            failures.append(failure)
-            is_over.set()
+        newest = num_added - 1
+        batch = buffer.sample(200, sampler=sampler)
+        versions, ids = batch["versions"].flatten(), batch["ids"]
+        assert torch.equal(versions, ids[:, 0] - ids[:, 1] % 2)
+        assert int(versions.min()) >= newest - 2
+        assert int(versions.max() - versions.min()) <= 2
+        assert int(versions.max()) <= num_added + 1
 
     with TrajectoryReplayBuffer(
         seed=0, auto_save=True, auto_save_path=tmp_path, sample_window_size=6, cache_size=4
@@ -472,17 +462,5 @@ def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> No
             num_added = i + 1
 
         add()
-        threads = [threading.Thread(target=look, args=(thread,)) for thread in range(3)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and not is_over.is_set():
-            add()
-            time.sleep(0.002)
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
-    assert min(rounds[thread] for thread in range(3)) > 1
+        look_while_adding(look, add)
     assert next(numbers) > 20

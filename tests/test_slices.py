@@ -7,8 +7,6 @@ compared with episodes that are found step by step in whole trajectories.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child, Parent
+from data import look_while_adding
 
 from mmbuf import EmptyBufferError, ReplayReader, SchemaError, TrajectoryReplayBuffer
 from mmbuf.sampling import Draw, Sampler, Sight, Slices
@@ -812,40 +811,29 @@ def test_sampler_that_is_locked_during_a_fork_draws_in_the_child() -> None:
 
 def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> None:
     """The episodes of trajectory i follow from i alone, so that each row can be checked."""
-    failures: list[BaseException] = []
-    is_over = threading.Event()
     numbers = itertools.count()
-    rounds: Counter[int] = Counter()
+    outs: dict[int, Any] = {}  # all threads but one refill theirs
     made = [many_episodes(i) for i in range(64)]
     ends_in = [set(map(tuple, ends_of(fields).nonzero().tolist())) for fields in made]
     length_of = [len(fields["ids"]) for fields in made]
 
     def look(thread: int) -> None:
-        out = None
-        try:
-            while not is_over.is_set():
-                batch = buffer.sample(200, out=out if thread else None, sampler=sampler)
-                out = batch
-                ids, mask = batch["ids"], batch["mask"]
-                num_steps = mask.sum(1, keepdim=True)
-                steps = torch.minimum(torch.arange(4), num_steps - 1)
-                assert torch.equal(ids[..., 0], ids[:, :1, 0].expand(-1, 4))
-                assert torch.equal(ids[..., 1], ids[:, :1, 1] + steps)
-                assert torch.equal(ids[..., 2], ids[:, :1, 2].expand(-1, 4))
-                assert torch.equal(mask, torch.arange(4) < num_steps)
-                for (i, t, b), count in zip(
-                    ids[:, 0].tolist(), num_steps[:, 0].tolist(), strict=True
-                ):
-                    ends = ends_in[i % 64]
-                    assert not any((t + step, b) in ends for step in range(count - 1))
-                    if count < 4:  # it begins and ends as its episode does
-                        assert (t + count - 1, b) in ends
-                        assert t == 0 or (t - 1, b) in ends
-                    assert t + count <= length_of[i % 64]
-                rounds[thread] += 1
-        except BaseException as failure:
-            failures.append(failure)
-            is_over.set()
+        batch = buffer.sample(200, out=outs.get(thread), sampler=sampler)
+        outs[thread] = batch if thread else None
+        ids, mask = batch["ids"], batch["mask"]
+        num_steps = mask.sum(1, keepdim=True)
+        steps = torch.minimum(torch.arange(4), num_steps - 1)
+        assert torch.equal(ids[..., 0], ids[:, :1, 0].expand(-1, 4))
+        assert torch.equal(ids[..., 1], ids[:, :1, 1] + steps)
+        assert torch.equal(ids[..., 2], ids[:, :1, 2].expand(-1, 4))
+        assert torch.equal(mask, torch.arange(4) < num_steps)
+        for (i, t, b), count in zip(ids[:, 0].tolist(), num_steps[:, 0].tolist(), strict=True):
+            ends = ends_in[i % 64]
+            assert not any((t + step, b) in ends for step in range(count - 1))
+            if count < 4:  # it begins and ends as its episode does
+                assert (t + count - 1, b) in ends
+                assert t == 0 or (t - 1, b) in ends
+            assert t + count <= length_of[i % 64]
 
     with TrajectoryReplayBuffer(
         seed=0, auto_save=True, auto_save_path=tmp_path, sample_window_size=6, cache_size=4
@@ -859,17 +847,5 @@ def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> No
             buffer.add_trajectories([fields])
 
         add()
-        threads = [threading.Thread(target=look, args=(thread,)) for thread in range(3)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and not is_over.is_set():
-            add()
-            time.sleep(0.002)
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
-    assert min(rounds[thread] for thread in range(3)) > 1
+        look_while_adding(look, add)
     assert next(numbers) > 20

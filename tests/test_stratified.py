@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from children import Child, Parent
+from data import look_while_adding
 
 from mmbuf import (
     EmptyBufferError,
@@ -539,21 +538,12 @@ def test_forked_child_draws_the_quotas_though_the_sampler_was_locked() -> None:
 
 def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> None:
     """Of the last six trajectories every third is of a kind: there are always all three."""
-    failures: list[BaseException] = []
-    is_over = threading.Event()
     numbers = itertools.count()
-    rounds: Counter[int] = Counter()
 
     def look(thread: int) -> None:
-        try:
-            while not is_over.is_set():
-                ids = buffer.sample(60, sampler=sampler)["ids"]
-                assert Counter((ids[:, 0] % 3).tolist()) == {0: 30, 1: 20, 2: 10}
-                assert int(ids[:, 0].max() - ids[:, 0].min()) < 6
-                rounds[thread] += 1
-        except BaseException as failure:
-            failures.append(failure)
-            is_over.set()
+        ids = buffer.sample(60, sampler=sampler)["ids"]
+        assert Counter((ids[:, 0] % 3).tolist()) == {0: 30, 1: 20, 2: 10}
+        assert int(ids[:, 0].max() - ids[:, 0].min()) < 6
 
     with TrajectoryReplayBuffer(
         seed=0, auto_save=True, auto_save_path=tmp_path, sample_window_size=6, cache_size=4
@@ -566,17 +556,5 @@ def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> No
 
         for _ in range(3):
             add()
-        threads = [threading.Thread(target=look, args=(thread,)) for thread in range(3)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and not is_over.is_set():
-            add()
-            time.sleep(0.002)
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise failures[0]
-    assert min(rounds[thread] for thread in range(3)) > 1
+        look_while_adding(look, add)
     assert next(numbers) > 20
