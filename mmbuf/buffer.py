@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mmbuf import checkpoint, files, storage
+from mmbuf import checkpoint, files, storage, vm
 from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
@@ -123,14 +123,15 @@ class TrajectoryReplayBuffer:
         files.make_directory(directory)
         self._lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
         try:
-            index = TrajectoryIndex(directory, storage.verify)
-            contents = index.contents
-            try:
-                self._take_in(contents, directory)
-                self._count_disk_bytes(directory, contents)
-            except BaseException:
-                index.close()
-                raise
+            with vm.uncollected():
+                index = TrajectoryIndex(directory, storage.verify)
+                contents = index.contents
+                try:
+                    self._take_in(contents, directory)
+                    self._count_disk_bytes(directory, contents)
+                except BaseException:
+                    index.close()
+                    raise
         except BaseException:
             self._window.close()
             self._lock.release()

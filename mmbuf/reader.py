@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from mmbuf import files
+from mmbuf import files, vm
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.sampling import Sampler
 from mmbuf.stores import News, Stores, checked_shard
@@ -109,9 +109,10 @@ class ReplayReader:
             cache_size=options.cache_size,
             can_map=True,
         )
-        news = self._stores.open()
-        news.is_late = False  # all are sorted
-        self._take_in(news)
+        with vm.uncollected():
+            news = self._stores.open()
+            news.is_late = False  # all are sorted
+            self._take_in(news)
 
     def refresh(self) -> bool:
         """Take in what has changed; whether anything has. With ``follow=False`` nothing does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from mmbuf import (
     SchemaError,
     TrajectoryReplayBuffer,
     files,
+    stores,
 )
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -404,3 +406,22 @@ def test_a_reader_takes_hardly_any_memory_of_its_own(tmp_path: Path) -> None:
 def test_the_repr_says_where_and_how_much(store: Path) -> None:
     with ReplayReader(store) as reader:
         assert repr(reader) == f"<ReplayReader {store}: 3 trajectories, 36 rows>"
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_opening_leaves_the_garbage_collector_as_it_was(store: Path, is_enabled: bool) -> None:
+    seen: list[bool] = []
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            really = stores.Stores.open
+            patch.setattr(
+                stores.Stores, "open", lambda self: seen.append(gc.isenabled()) or really(self)
+            )
+            ReplayReader(store).close()
+        with pytest.raises(FileNotFoundError):
+            ReplayReader(store / "none")
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+    assert seen == [False]
