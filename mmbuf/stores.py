@@ -190,7 +190,11 @@ class Stores:
         if files.exists(files.join(directory, index.JOURNAL)):
             is_held = self._follow and len(self._journals) < _MAX_HELD
             journal = JournalReader(directory, is_held=is_held)
-            changes, schema = _read(journal)
+            try:
+                changes, schema = _read(journal)
+            except BaseException:
+                journal.let_go()  # the error's traceback may keep it for long
+                raise
             if self._follow:
                 self._journals[directory] = journal
         else:

@@ -286,6 +286,15 @@ def test_stores_are_followed_when_no_descriptor_is_left(
 
 
 @LINUX_ONLY
+def test_a_journal_that_could_not_be_read_is_not_held_by_the_error(tmp_path: Path) -> None:
+    append(tmp_path, b"no line\n", add_line(entry(0)))
+    with pytest.raises(CorruptError) as error:
+        Seen(tmp_path)
+    assert held(tmp_path) == []
+    assert error.value.__traceback__ is not None
+
+
+@LINUX_ONLY
 def test_no_more_than_16_journals_are_held_open(tmp_path: Path) -> None:
     for i in range(20):
         begin(tmp_path / f"rank_{i}", i)
