@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 else:
     _missing = None
 
-    from mmbuf.cli import demo, health, inspect, sql, transfer
+    from mmbuf.cli import demo, health, inspect, plot, sql, transfer
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -30,6 +30,7 @@ else:
     app.command()(inspect.head)
     app.command()(inspect.stats)
     app.command()(sql.sql)
+    app.command()(plot.plot)
     app.command()(transfer.merge)
     app.command()(transfer.split)
     app.command()(transfer.convert)

@@ -1,0 +1,243 @@
+"""`mmbuf info`, `mmbuf ls`, `mmbuf head`, `mmbuf stats`: what is in stores, at a glance."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from mmbuf import files
+from mmbuf.analysis import Spread, Tables, summarize
+from mmbuf.analysis.table import optional_package
+from mmbuf.cli.progress import shown
+from mmbuf.cli.screen import AsJson, Paths, console, show_grid, show_json, tables_of, told
+from mmbuf.errors import MmbufError
+from mmbuf.schema import Column
+
+_MAX_VERSIONS = 8
+_MAX_LISTED = 50
+_MAX_TEXT = 30
+
+Trajectory = Annotated[
+    str | None, typer.Option("--trajectory", metavar="ID", help="By its id or uuid.")
+]
+
+
+def info(paths: Paths, as_json: AsJson = False) -> None:
+    """Say what is in a store: counts, columns and their bytes, versions, who writes it."""
+    with shown("reading") as show:
+        facts = _facts_of(tables_of(paths, show))
+    if as_json:
+        show_json(facts)
+        return
+    versions = [f"{name or '(none)'}: {n:,}" for name, n in facts["versions"].items()]
+    if len(versions) > _MAX_VERSIONS:
+        half = _MAX_VERSIONS // 2
+        versions = [*versions[:half], f"... ({len(versions):,} versions)", *versions[-half:]]
+    lines = {
+        "stores": "\n".join(facts["stores"]),
+        "trajectories": f"{facts['num_trajectories']:,}",
+        "rows": f"{facts['num_rows']:,}",
+        "episodes": f"{facts['num_episodes']:,}",
+        "size": decimal(facts["size_bytes"]),
+        "formats": ", ".join(f"{name}: {n:,}" for name, n in facts["formats"].items()),
+        "versions": ", ".join(versions),
+        "first added": told(facts["first_added_at"]),
+        "last added": told(facts["last_added_at"]),
+        "written by": "\n".join(
+            f"process {w['pid']} on {w['host']}: {store}" for store, w in facts["writers"].items()
+        )
+        or "nobody now",
+    }
+    for name, text in lines.items():
+        console().print(f"{name:<14}" + text.replace("\n", "\n" + " " * 14), soft_wrap=True)
+    show_grid(
+        ["column", "dtype", "row shape", "bytes"],
+        [
+            (c["name"], c["dtype"], str(tuple(c["row_shape"])), decimal(c["size_bytes"]))
+            for c in facts["columns"]
+        ],
+    )
+
+
+def _facts_of(tables: Tables) -> dict[str, Any]:
+    entries = [entry for entry, _ in tables.entries]
+    times = tables.trajectories.to_arrow(["added_at"])["added_at"].drop_null()
+    known = sorted(times.to_pylist())
+    stores = tables.stores
+    return {
+        "stores": stores,
+        "num_trajectories": len(entries),
+        "num_rows": sum(entry.num_samples for entry in entries),
+        "num_episodes": sum(batch.num_rows for batch in tables.episodes.batches(["env"])),
+        "size_bytes": sum(entry.size_bytes for entry in entries),
+        "formats": dict(collections.Counter(entry.format for entry in entries)),
+        "versions": dict(collections.Counter(entry.model_weights_id for entry in entries)),
+        "first_added_at": known[0] if known else None,
+        "last_added_at": known[-1] if known else None,
+        "writers": {store: writer for store in stores if (writer := _writer_of(store))},
+        "columns": _columns_of(tables),
+    }
+
+
+def _columns_of(tables: Tables) -> list[dict[str, Any]]:
+    found = []
+    for position, column in enumerate(tables.schema.columns if tables.schema else ()):
+        size = 0
+        for entry, _ in tables.entries:
+            part = entry.parts[position]
+            table = part.table
+            size += part.rows * column.row_bytes
+            size += 0 if table is None else table.num_bytes + 4 * (table.num_strings + 1)
+        found.append(_described(column) | {"size_bytes": size})
+    return found
+
+
+def _described(column: Column) -> dict[str, Any]:
+    return {"name": column.name, "dtype": column.dtype, "row_shape": list(column.row_shape)}
+
+
+def _writer_of(directory: str) -> dict[str, Any] | None:
+    """Who holds the store now."""
+    path = files.join(directory, files.WRITER_LOCK)
+    try:
+        is_held = files.exists(path) and files.is_locked(path)
+    except OSError:  # a file system without locks
+        return None
+    pid, host = files.last_holder(path) or (None, None)
+    return {"pid": pid, "host": host} if is_held else None
+
+
+def ls(
+    paths: Paths,
+    sort: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Such as num_samples; -num_samples: largest first."),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(metavar="CONDITION", help="In SQL, such as 'num_steps > 50' (DuckDB)."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="At most so many; 0: all. 50, with --json all.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List trajectories, oldest first."""
+    with shown("reading") as show:
+        tables = tables_of(paths, show)
+        table = tables.trajectories.to_arrow()
+        if where is not None:
+            table = _filtered(tables, where)
+        if sort is not None:
+            name = sort.removeprefix("-")
+            if name not in table.schema.names:
+                columns = ", ".join(table.schema.names)
+                raise MmbufError(f"--sort: expected one of {columns}, got {name!r}.")
+            table = table.sort_by([(name, "descending" if sort != name else "ascending")])
+    total = table.num_rows
+    if limit is None:
+        limit = 0 if as_json else _MAX_LISTED
+    table = table.slice(0, limit or total)
+    if as_json:
+        show_json(table.to_pylist())
+        return
+    hidden = {"uuid", "file", *(() if len(tables.stores) > 1 else ("store",))}
+    names = [name for name in table.schema.names if name not in hidden]
+    show_grid(names, zip(*(table[name].to_pylist() for name in names), strict=True))
+    if table.num_rows < total:
+        print(f"{total - table.num_rows:,} more; all with --limit 0")
+
+
+def _filtered(tables: Tables, where: str) -> Any:
+    duckdb = optional_package("duckdb")
+    with tables.connect() as connection:
+        try:
+            return connection.view("trajectories").filter(where).to_arrow_table()
+        except duckdb.Error as error:
+            raise MmbufError(f"--where: {error}") from error
+
+
+def head(
+    paths: Paths,
+    trajectory: Trajectory = None,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="So many rows.")] = 6,
+    as_json: AsJson = False,
+) -> None:
+    """Show the first rows of a trajectory, by default of the oldest; of wide columns the shapes."""
+    with shown("reading") as show:
+        tables = tables_of(paths, show, trajectory)
+        if not tables.entries:
+            raise MmbufError(f"{paths[0]}: expected a trajectory, got an empty store.")
+        entry, directory = tables.entries[0]
+        steps = tables.only(entry.uuid).steps if trajectory is None else tables.steps
+        names = [name for name in steps.columns if name not in ("trajectory_id", "uuid", "store")]
+        first = next(steps.batches(names)).slice(0, rows)
+    assert tables.schema is not None
+    columns = {column.name: _described(column) for column in tables.schema.columns}
+    if as_json:
+        show_json(
+            {
+                "trajectory_id": entry.trajectory_id,
+                "uuid": entry.uuid,
+                "store": directory,
+                "num_steps": entry.num_steps,
+                "num_envs": entry.num_envs,
+                "columns": list(columns.values()),
+                "rows": first.to_pylist(),
+            }
+        )
+        return
+    # A line for each column: there are more of them than a screen is wide.
+    lines = []
+    for name in [*names, *(name for name in columns if name not in names)]:
+        column = columns.get(name, {"dtype": "", "row_shape": None})
+        shape = "" if column["row_shape"] is None else str(tuple(column["row_shape"]))
+        values = first[name].to_pylist() if name in names else [None] * first.num_rows
+        lines.append((name, column["dtype"], shape, *map(_cut, values)))
+    print(
+        f"{directory}: trajectory {entry.trajectory_id}, "
+        f"{entry.num_steps:,} steps of {entry.num_envs:,} environments"
+    )
+    show_grid(["column", "dtype", "row shape", *(f"row {i}" for i in range(len(first)))], lines)
+
+
+def _cut(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > _MAX_TEXT
+    return f"{value[: _MAX_TEXT - 3]}..." if is_long else value
+
+
+def stats(paths: Paths, as_json: AsJson = False) -> None:
+    """Read all of a store: numbers of each column, returns and lengths by model version."""
+    with shown("reading") as show:
+        summary = summarize(tables_of(paths, show))
+    columns = {name: dataclasses.asdict(column) for name, column in summary.columns.items()}
+    names = ("min", "mean", "std", "max", "num_nan", "num_inf")
+    if as_json:
+        for column in columns.values():
+            del column["_squares"]
+        versions = {name: dataclasses.asdict(v) for name, v in summary.versions.items()}
+        show_json({"columns": columns, "versions": versions})
+        return
+    show_grid(
+        ["column", *names],
+        [(name, *(column[n] for n in names)) for name, column in columns.items()],
+    )
+    spread = [field.name for field in dataclasses.fields(Spread)]
+    for what in ("returns", "lengths"):
+        print(f"{what} of episodes")
+        show_grid(
+            ["version", "trajectories", "episodes", "open", *spread, "success"],
+            [
+                (
+                    name or "(none)",
+                    *(version.num_trajectories, version.num_episodes, version.num_open),
+                    *dataclasses.astuple(getattr(version, what)),
+                    version.success_rate,
+                )
+                for name, version in summary.versions.items()
+            ],
+        )

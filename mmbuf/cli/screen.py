@@ -1,0 +1,102 @@
+"""What the commands that show a store share: their arguments, tables on a screen, and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+
+from mmbuf.analysis import Tables
+from mmbuf.errors import MmbufError
+
+Paths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        help="Stores, checkpoints, directories of RLinf's, or a pattern such as 'run/rank_*'.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+_MAX_SHOWN = 8  # numbers of a vector, and a longer one's beginning
+_WIDE_ENOUGH = 10_000  # of a screen that is none
+
+
+def tables_of(
+    paths: Sequence[Path], show: Callable[[int, int], None], trajectory: str | None = None
+) -> Tables:
+    """The tables of the stores, or of one trajectory by its id or uuid; ``show`` is a progress."""
+    tables = Tables(paths if len(paths) > 1 else paths[0], on_progress=show)
+    if trajectory is None:
+        return tables
+    is_id = trajectory.isascii() and trajectory.isdigit() and len(trajectory) < 20
+    try:
+        return tables.only(int(trajectory) if is_id else trajectory)
+    except KeyError as error:
+        raise MmbufError(str(error.args[0])) from error
+
+
+def show_json(value: Any) -> None:
+    """Print as JSON; what is no number in it is null, and times are text."""
+    print(json.dumps(plain(value), default=str))
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it, all the way down."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value
+
+
+def show_grid(headers: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table on the screen: numbers to the right. Elsewhere its lines are as long as needed.
+
+    Text is shown as it is: a path may hold brackets, which would read as markup.
+    """
+    cells = [list(row) for row in rows]
+    grid = Grid()
+    for position, header in enumerate(headers):
+        column = [row[position] for row in cells if row[position] is not None]
+        is_number = bool(column) and all(isinstance(value, (int, float)) for value in column)
+        grid.add_column(header, justify="right" if is_number else "left", overflow="fold")
+    for row in cells:
+        grid.add_row(*map(told, row))
+    console().print(grid)
+
+
+def console() -> Console:
+    width = None if sys.stdout.isatty() else _WIDE_ENOUGH
+    return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def told(value: Any) -> str:
+    """A value in few characters."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%d %H:%M:%S}"
+    if isinstance(value, (list, tuple)):
+        inside = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in value[:_MAX_SHOWN]]
+        more = [f"... {len(value):,}"] if len(value) > _MAX_SHOWN else []
+        return f"[{', '.join(inside + more)}]"
+    return str(value)

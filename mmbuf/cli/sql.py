@@ -1,0 +1,97 @@
+"""`mmbuf sql`: DuckDB over the tables of stores."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from mmbuf.analysis.table import optional_package
+from mmbuf.cli.progress import shown
+from mmbuf.cli.screen import AsJson, Paths, plain, show_grid, tables_of
+from mmbuf.errors import MmbufError
+
+_BLOCK = 10_000  # rows that are fetched at once
+
+
+def sql(
+    paths: Paths,
+    query: Annotated[str, typer.Argument(help="Over steps, episodes and trajectories.")],
+    limit: Annotated[
+        int, typer.Option(min=0, help="So many rows at most on the screen; 0: all.")
+    ] = 50,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print it as CSV.")] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it into a Parquet file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a store in SQL. Wide columns (images) are there where the query names them."""
+    if as_csv + as_json + (parquet is not None) > 1:
+        raise MmbufError("sql: expected one of --csv, --json and --parquet, got several.")
+    duckdb = optional_package("duckdb")
+    stdout = sys.stdout  # the progress bar puts itself in its place
+    try:
+        with shown("reading") as show:
+            tables = tables_of(paths, show)
+            wide = [name for name in tables.steps.wide if name in query]
+            with tables.connect(wide) as connection:
+                # Names that are no tables are mistakes, and no variables of this module.
+                connection.execute("set python_enable_replacements = false")
+                if parquet is not None:
+                    _write_parquet(connection, query, parquet)
+                    return
+                found = connection.execute(query)
+                if found is None:
+                    raise MmbufError("sql: expected a query, got none.")
+                names = [column[0] for column in found.description]
+                if as_csv:
+                    _write_csv(names, _rows_of(found), stdout)
+                    return
+                if as_json:
+                    _write_json(names, _rows_of(found), stdout)
+                    return
+                rows = found.fetchmany(limit + 1) if limit else found.fetchall()
+    except duckdb.Error as error:
+        raise MmbufError(f"sql: {error}") from error
+    show_grid(names, rows[:limit] if limit else rows)
+    if limit and len(rows) > limit:
+        print(f"the first {limit:,} rows; all with --limit 0")
+
+
+def _rows_of(found: Any) -> Iterator[tuple[Any, ...]]:
+    while block := found.fetchmany(_BLOCK):
+        yield from block
+
+
+def _write_parquet(connection: Any, query: str, target: Path) -> None:
+    found = connection.sql(query)
+    if found is None:
+        raise MmbufError("sql: expected a query that gives rows, got one that gives none.")
+    found.write_parquet(str(target))
+
+
+def _write_csv(names: list[str], rows: Iterable[tuple[Any, ...]], target: TextIO) -> None:
+    """Lists as JSON; no value as nothing."""
+    writer = csv.writer(target, lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        writer.writerow(
+            json.dumps(plain(value)) if isinstance(value, (list, tuple, dict)) else value
+            for value in row
+        )
+
+
+def _write_json(names: list[str], rows: Iterable[tuple[Any, ...]], target: TextIO) -> None:
+    """A list of objects, a row a line."""
+    separator = "["
+    for row in rows:
+        line = json.dumps(plain(dict(zip(names, row, strict=True))), default=str)
+        target.write(f"{separator}{line}")
+        separator = ",\n "
+    target.write("[]\n" if separator == "[" else "]\n")
