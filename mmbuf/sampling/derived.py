@@ -26,8 +26,8 @@ class Fifo:
     appended or dropped.
     """
 
-    def __init__(self, dtype: Any) -> None:
-        self._data: Array = np.empty(_MIN_ROOM, dtype)
+    def __init__(self, dtype: Any, *row_shape: int) -> None:
+        self._data: Array = np.empty((_MIN_ROOM, *row_shape), dtype)
         self._head = self._tail = 0
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Fifo:
         if self._tail + len(values) > len(self._data):
             live = self.live
             room = max(_MIN_ROOM, 2 * (len(live) + len(values)))
-            data = np.empty(room, self._data.dtype)
+            data = np.empty((room, *self._data.shape[1:]), self._data.dtype)
             data[: len(live)] = live
             self._data, self._head, self._tail = data, 0, len(live)
         self._data[self._tail : self._tail + len(values)] = values

@@ -133,3 +133,11 @@ def column_of(sight: Sight, path: Path, who: str) -> Column:
 def flat(rows: Array) -> Array:
     """``[N, *S]`` as ``[N, size of S]``; a view where it can be."""
     return rows.reshape(len(rows), -1)
+
+
+def any_of(flags: Array) -> Array:
+    """Whether any of ``flags`` ``[N, C]`` is set, bool ``[N]``."""
+    # Most have one flag a row: no need to look for others.
+    if flags.shape[1] == 1:
+        return flags[:, 0].astype(np.bool_)
+    return np.asarray(flags.any(axis=1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mmbuf.sampling.derived import Derived, Fifo, blocks
-from mmbuf.sampling.draw import Sight, column_of, flat
+from mmbuf.sampling.draw import Sight, any_of, column_of, flat
 from mmbuf.schema import Array, Path
 from mmbuf.slots import View
 
@@ -33,7 +33,8 @@ class Episodes(Derived):
         super().__init__()
         self._left = Fifo(np.uint16)
         self._even: tuple[View | None, int | None] = (None, None)  # see `stride_of`
-        self._firsts, self._steps, self._strides = (Fifo(np.int64) for _ in range(3))
+        # Side by side, since what is drawn from many episodes is not in the processor's caches.
+        self._table = Fifo(np.int64, 3)
         self._counts = Fifo(np.int64)  # episodes of each slot
         self._starts: dict[tuple[int, bool], Fifo] = {}  # see `starts`
         self._bases: dict[tuple[int, bool], int] = {}
@@ -52,16 +53,21 @@ class Episodes(Derived):
         return view.facts[0].take(view.slots_of(rows)) if stride is None else stride
 
     @property
+    def table(self) -> Array:
+        """Of each episode ``firsts``, ``lengths`` and ``strides``; int64 ``[episodes, 3]``."""
+        return self._table.live
+
+    @property
     def firsts(self) -> Array:
-        return self._firsts.live
+        return self.table[:, 0]
 
     @property
     def lengths(self) -> Array:
-        return self._steps.live
+        return self.table[:, 1]
 
     @property
     def strides(self) -> Array:
-        return self._strides.live
+        return self.table[:, 2]
 
     def starts(self, length: int, *, pad: bool) -> tuple[Array, int]:
         """Where slices of ``length`` steps may start, counted: cumulative over the episodes.
@@ -82,7 +88,7 @@ class Episodes(Derived):
         fifo.extend(base + np.maximum(steps - length + 1, int(pad)).cumsum())
 
     def _clear(self) -> None:
-        for fifo in (self._left, self._firsts, self._steps, self._strides, self._counts):
+        for fifo in (self._left, self._table, self._counts):
             fifo.clear()
         self._starts.clear()
         self._bases.clear()
@@ -93,14 +99,13 @@ class Episodes(Derived):
             for key, fifo in self._starts.items():
                 self._bases[key] = int(fifo.live[count - 1])
                 fifo.drop(count)
-        for episodes in (self._firsts, self._steps, self._strides):
-            episodes.drop(count)
+        self._table.drop(count)
         self._counts.drop(num_slots)
         self._left.drop(num_rows)
 
     def _add(self, sight: Sight, first: int, lengths: Array) -> None:
         paths = _flags_of(sight)
-        before = len(self._steps)
+        before = len(self._table)
         for block in blocks(lengths, _BLOCK_ROWS):
             self._add_block(sight, paths, first + block.start, lengths[block])
         for key in self._starts:
@@ -120,7 +125,7 @@ class Episodes(Derived):
         position = begin + env * steps + step
         is_end = step == steps - 1
         for flags in sight.read(paths, np.arange(low, low + num_rows)):
-            is_end |= flat(flags).any(axis=1)
+            is_end |= any_of(flat(flags))
         side_by_side = np.empty(num_rows, np.bool_)
         side_by_side[position] = is_end
         ends = side_by_side.nonzero()[0]
@@ -131,10 +136,9 @@ class Episodes(Derived):
         row_of = np.empty(num_rows, np.int64)
         row_of[position] = np.arange(num_rows)
         firsts = row_of[ends - episode_steps + 1]
-        self._firsts.extend(firsts + self.num_dropped_rows + low - view.low)
-        self._steps.extend(episode_steps)
         slots = np.searchsorted(begins, firsts, "right") - 1
-        self._strides.extend(num_envs[slots])
+        ordinals = firsts + self.num_dropped_rows + low - view.low
+        self._table.extend(np.stack([ordinals, episode_steps, num_envs[slots]], 1))
         self._counts.extend(np.bincount(slots, minlength=num_slots))
 
 

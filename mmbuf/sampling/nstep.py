@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from mmbuf.errors import SchemaError
-from mmbuf.sampling.draw import Draw, Sampler, Sight, column_of, flat
+from mmbuf.sampling.draw import Draw, Sampler, Sight, any_of, column_of, flat
 from mmbuf.sampling.episodes import DONES, MAX_LEFT, TERMINATIONS, TRUNCATIONS, Episodes
 from mmbuf.sampling.uniform import Uniform
-from mmbuf.schema import Array, Path, Schema
+from mmbuf.schema import Array, Column, Path, Schema
 
 _REWARDS: Path = ("rewards",)
 _FLAGS = (DONES, TERMINATIONS, TRUNCATIONS)
@@ -50,7 +50,8 @@ class NStep(Sampler):
         self._powers = gamma ** np.arange(n + 1)
         self._ahead = np.arange(n)
         self._episodes = Episodes()
-        self._moved: tuple[Schema, frozenset[Path]] | None = None  # of the last schema
+        self._discounts = self._powers.astype(np.float32)
+        self._known: tuple[Schema, Column, frozenset[Path]] | None = None  # of the last schema
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         view = sight.view
@@ -67,36 +68,34 @@ class NStep(Sampler):
             rows = draw.rows
             steps = np.minimum(self._episodes.left.take(rows - view.low), self.n).astype(np.int64)
             stride = self._episodes.stride_of(view, rows)
-            if self._moved is None or self._moved[0] is not sight.schema:
-                self._moved = (sight.schema, _moved(sight.schema))
-            moved = self._moved[1]
-        draw.moved = (moved, rows + (steps - 1) * stride)
-        draw.replaced[_REWARDS] = self._sum(sight, rows, steps, stride)
+            if self._known is None or self._known[0] is not sight.schema:
+                self._known = (sight.schema, _rewards_of(sight), _moved(sight.schema))
+            _, column, moved = self._known
+        last = steps - 1
+        draw.moved = (moved, rows + last * stride)
+        ahead = self._ahead[: steps.max(), None]
+        (rewards,) = sight.read([_REWARDS], (rows + np.minimum(ahead, last) * stride).reshape(-1))
+        draw.replaced[_REWARDS] = self._sum(column, rewards, ahead <= last)
         draw.added["discount"] = np.empty(0)  # its name is taken; its value follows
         draw.derive = partial(self._discount, steps)
         return draw
 
     def _discount(self, steps: Array, columns: Mapping[Path, Array]) -> dict[str, Array]:
         """What the value behind the last of ``steps`` counts, from the flags of that one."""
-        discount = self._powers.take(steps).astype(np.float32)
+        discount = self._discounts.take(steps)
         flags = _terminations(columns)
         if flags is not None:
             discount[flags] = 0.0
         return {"discount": discount.reshape(-1, *[1] * (columns[_REWARDS].ndim - 1))}
 
-    def _sum(self, sight: Sight, rows: Array, steps: Array, stride: Array | int) -> Array:
-        """The discounted rewards of ``steps`` steps from each row on, ``stride`` rows apart."""
-        column = column_of(sight, _REWARDS, "NStep")
-        if column.storage.kind != "f":
-            raise SchemaError(f"column 'rewards': expected floats for NStep, got {column.dtype}.")
-        ahead = self._ahead[: steps.max(), None]
-        is_summed = ahead < steps
-        (rewards,) = sight.read([_REWARDS], (rows + is_summed * (ahead * stride)).reshape(-1))
-        rewards = rewards.reshape(*is_summed.shape, -1)
+    def _sum(self, column: Column, rewards: Array, is_summed: Array) -> Array:
+        """The discounted sums ``[K, *S]`` of those rewards ``[n * K, *S]`` that ``[n, K]`` says."""
+        num_steps, num_rows = is_summed.shape
+        rewards = rewards.reshape(num_steps, num_rows, -1)
         rewards[~is_summed] = 0
         # In float64: float32 rewards of many steps would lose digits to the order of the sum.
-        sums = (rewards * self._powers[: len(ahead), None, None]).sum(0)
-        return np.asarray(sums.astype(column.storage).reshape(len(rows), *column.row_shape))
+        sums = (rewards * self._powers[:num_steps, None, None]).sum(0)
+        return np.asarray(sums.astype(column.storage).reshape(num_rows, *column.row_shape))
 
     def get_stats(self) -> dict[str, Any]:
         """Those of ``rows``."""
@@ -105,6 +104,13 @@ class NStep(Sampler):
     def renew_lock(self) -> None:
         super().renew_lock()
         self.rows.renew_lock()
+
+
+def _rewards_of(sight: Sight) -> Column:
+    column = column_of(sight, _REWARDS, "NStep")
+    if column.storage.kind != "f":
+        raise SchemaError(f"column 'rewards': expected floats for NStep, got {column.dtype}.")
+    return column
 
 
 def _moved(schema: Schema) -> frozenset[Path]:
@@ -119,10 +125,10 @@ def _moved(schema: Schema) -> frozenset[Path]:
 def _terminations(columns: Mapping[Path, Array]) -> Array | None:
     """Whether the episode ended for good in each row; None where no column tells."""
     if TERMINATIONS in columns:
-        return np.asarray(flat(columns[TERMINATIONS]).any(axis=1))
+        return any_of(flat(columns[TERMINATIONS]))
     if DONES not in columns:
         return None
     is_over = flat(columns[DONES])
     if TRUNCATIONS in columns:
         is_over = np.logical_and(is_over, np.logical_not(flat(columns[TRUNCATIONS])))
-    return np.asarray(is_over.any(axis=1))
+    return any_of(is_over)

@@ -42,12 +42,10 @@ class Slices(Sampler):
                 )
             draws = generator.integers(base, base + num_starts, num_chunks)
             chosen = counts.searchsorted(draws, "right")
-            strides = episodes.strides[chosen]
-            num_steps = episodes.lengths[chosen]
+            firsts, num_steps, strides = episodes.table.take(chosen, 0).T
             # From the last start of its episode back, as the counts run up to there.
             starts = np.maximum(num_steps - self.length + 1, int(self.pad)) + draws - counts[chosen]
-            firsts = episodes.firsts[chosen] + starts * strides
-            firsts += sight.view.low - episodes.num_dropped_rows
+            firsts = firsts + starts * strides + (sight.view.low - episodes.num_dropped_rows)
         steps = self._steps
         shape = (num_chunks, self.length)
         if not self.pad:
