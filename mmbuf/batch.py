@@ -82,7 +82,8 @@ def tensordict() -> ModuleType:
         raise MmbufError(
             'as_tensordict: tensordict is missing. Install it: pip install "mmbuf[tensordict]"'
         ) from error
-    return library  # type: ignore[no-any-return]
+    found: ModuleType = library
+    return found
 
 
 def tensordict_of(batch: Batch, num_dims: int) -> Any:
