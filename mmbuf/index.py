@@ -210,9 +210,10 @@ class JournalReader:
     def looks_changed(self) -> bool:
         """As `has_changed`, cheaper; but blind for a file that went away with its directory."""
         watch, signature = self._watch, self._signature
-        if watch is None or signature is None:
-            return self.has_changed()
-        return watch.has_changed(signature)
+        if watch is not None and signature is not None:
+            with suppress(OSError):  # of a descriptor; the file's name may tell more
+                return watch.has_changed(signature)
+        return self.has_changed()
 
     def refresh(self) -> Changes:
         """Read what is new; all of it when another file has taken the journal's place.

@@ -131,6 +131,7 @@ def test_64_descriptors_are_enough_for_2_000_files(tmp_path: Path, without_fsync
 
 def sample_far_more_than_can_be_mapped(directory: Path, count: int, num_rows: int) -> int:
     generator = np.random.default_rng(0)
+    before = num_maps()  # those of all libraries, many more in some processes than in others
     with ReplayReader(directory) as reader:
         assert len(reader) == count
         cache = reader._window.cache
@@ -147,7 +148,7 @@ def sample_far_more_than_can_be_mapped(directory: Path, count: int, num_rows: in
         lines, used = num_maps(), vm.MAPS.used
         assert used > 0.9 * vm.MAPS.limit
     assert vm.MAPS.used == 0
-    assert num_maps() < 1_000
+    assert num_maps() < before + 500
     return lines
 
 

@@ -294,6 +294,20 @@ def test_a_journal_that_could_not_be_read_is_not_held_by_the_error(tmp_path: Pat
     assert error.value.__traceback__ is not None
 
 
+def test_stores_are_followed_when_a_held_journal_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, known: object) -> bool:
+        raise OSError(errno.EIO, "refused")
+
+    seen = Seen(begin(tmp_path, 0))
+    monkeypatch.setattr(files.Watch, "has_changed", fail)
+    assert not seen.stores.looks_new()
+    append(tmp_path, add_line(entry(1)))
+    assert seen.stores.looks_new()
+    seen.stores.close()
+
+
 @LINUX_ONLY
 def test_no_more_than_16_journals_are_held_open(tmp_path: Path) -> None:
     for i in range(20):
