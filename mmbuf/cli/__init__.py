@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 else:
     _missing = None
 
-    from mmbuf.cli import demo, health, inspect, plot, sql, transfer
+    from mmbuf.cli import demo, exchange, health, inspect, plot, sql, transfer, watch
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -31,9 +31,12 @@ else:
     app.command()(inspect.stats)
     app.command()(sql.sql)
     app.command()(plot.plot)
+    app.command()(watch.watch)
     app.command()(transfer.merge)
     app.command()(transfer.split)
     app.command()(transfer.convert)
+    app.command()(exchange.export)
+    app.command("import")(exchange.import_)
     app.command()(health.verify)
     app.command()(health.repair)
     app.command()(health.doctor)
