@@ -109,10 +109,14 @@ class ReplayReader:
             cache_size=options.cache_size,
             can_map=True,
         )
-        with vm.uncollected():
-            news = self._stores.open()
-            news.is_late = False  # all are sorted
-            self._take_in(news)
+        try:
+            with vm.uncollected():
+                news = self._stores.open()
+                news.is_late = False  # all are sorted
+                self._take_in(news)
+        except BaseException:
+            self._stores.close()  # the error's traceback may keep them for long
+            raise
 
     def refresh(self) -> bool:
         """Take in what has changed; whether anything has. With ``follow=False`` nothing does.

@@ -34,6 +34,7 @@ from mmbuf import (
     files,
     stores,
 )
+from mmbuf.window import Window
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 pytestmark = pytest.mark.usefixtures("without_fsync")
@@ -406,6 +407,19 @@ def test_a_reader_takes_hardly_any_memory_of_its_own(tmp_path: Path) -> None:
 def test_the_repr_says_where_and_how_much(store: Path) -> None:
     with ReplayReader(store) as reader:
         assert repr(reader) == f"<ReplayReader {store}: 3 trajectories, 36 rows>"
+
+
+@LINUX_ONLY
+def test_an_error_at_opening_holds_no_journal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, *_: object) -> None:
+        raise PermissionError("refused")
+
+    monkeypatch.setattr(Window, "open", refuse)
+    with pytest.raises(PermissionError) as error:
+        ReplayReader(store)
+    held = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
+    assert [path for path in held if path.startswith(str(store))] == []
+    assert error.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
