@@ -178,8 +178,8 @@ def has_changed(path: str, known: Signature) -> bool:
 class Watch:
     """A file held open: asking whether it has changed costs a fifth of asking by its name.
 
-    It does not tell when the directory was moved away with the file in it. Closed when the last
-    who has it lets go of it, so that one thread may do so while another asks.
+    It does not tell when the directory was moved away with the file in it. Closed at the latest
+    when the last who has it lets go of it, so that one thread may do so while another asks.
     """
 
     def __init__(self, fd: int) -> None:
@@ -195,9 +195,15 @@ class Watch:
             or not status.st_nlink
         )
 
+    def close(self) -> None:
+        """Give the descriptor back; asking is an OSError from then on."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            _close_after_reading(fd)
+
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
-            _close_after_reading(self._fd)
+            self.close()
 
 
 def disk_bytes_of(path: str) -> int:

@@ -205,6 +205,8 @@ class JournalReader:
     def let_go(self) -> None:
         """Hold the file open no longer."""
         self._is_held = False
+        if self._watch is not None:
+            self._watch.close()  # the traceback of an error may still have it
         self._watch = None
 
     def looks_changed(self) -> bool:

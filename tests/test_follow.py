@@ -192,7 +192,7 @@ def sample_until_told(parent: Parent, path: str, seed: int, options: dict[str, A
         return reader.trajectory_ids, num_batches, num_trajectories, is_clean
 
 
-SMALL = {"sample_window_size": 6, "max_disk_bytes": 600_000, "max_pending_bytes": 500_000}
+SMALL = {"sample_window_size": 6, "max_disk_bytes": 700_000, "max_pending_bytes": 500_000}
 
 
 def run_rounds(path: Path, num_rounds: int) -> None:
