@@ -33,6 +33,9 @@ class Facts(NamedTuple):
     uuid_mark: int = 0
 
 
+NUM_ENVS, TRAJECTORY_ID, UUID_MARK = range(len(Facts._fields))  # rows of `SlotTable.facts`
+
+
 class View:
     """What one gather needs to know, never changed once made (but for ``filled``, see `cache`).
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,13 +109,7 @@ class Stores:
             return True
         if not self.is_single and time.monotonic() - self._looked_at > _LOOK_S:
             return True
-        try:
-            for journal in list(self._journals.values()):
-                if journal.has_changed():
-                    return True
-        except FileNotFoundError:
-            return True
-        return False
+        return self._is_any(JournalReader.has_changed)
 
     def looks_new(self) -> bool:
         """As `has_news`, cheaper; that a directory was moved away is seen within a second."""
@@ -126,9 +120,13 @@ class Stores:
             return self.has_news()
         if self._news.gone or self._news.come:
             return True
+        return self._is_any(JournalReader.looks_changed)
+
+    def _is_any(self, is_new: Callable[[JournalReader], bool]) -> bool:
+        """Whether it is true of any journal; one that is not there counts as new."""
         try:
             for journal in list(self._journals.values()):
-                if journal.looks_changed():
+                if is_new(journal):
                     return True
         except FileNotFoundError:
             return True

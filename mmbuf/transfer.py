@@ -92,7 +92,7 @@ def merge(
     for entry in _told_apart(entries):
         merged.add(entry)
     transfer = _Transfer(origins, trajectory_format, on_progress)
-    with _built(target) as directory:
+    with built_directory(target) as directory:
         transfer.save(merged, directory)
     return dataclasses.replace(transfer.result, num_duplicates=len(found) - len(distinct))
 
@@ -128,7 +128,7 @@ def split(
             f"got {first}."
         )
     transfer = _Transfer(_origins(path, contents), trajectory_format, on_progress)
-    with _built(target) as directory:
+    with built_directory(target) as directory:
         if num_shards is None:
             transfer.save(_first(contents, first), directory)
         else:
@@ -153,7 +153,7 @@ def convert(
     (path,), target = _checked([source], target, trajectory_format)
     contents = _read(path, target)
     transfer = _Transfer(_origins(path, contents), trajectory_format, on_progress)
-    with _built(target) as directory:
+    with built_directory(target) as directory:
         transfer.save(contents, directory)
     return transfer.result
 
@@ -333,7 +333,7 @@ def _shard(path: str, contents: Contents, rank: int, num_shards: int) -> Content
 
 
 @contextmanager
-def _built(target: str) -> Iterator[str]:
+def built_directory(target: str) -> Iterator[str]:
     """A new directory that takes the place of ``target`` when the block ends; gone if it fails."""
     parent = files.directory_of(target)
     files.make_directory(parent)

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from mmbuf.analysis.rows import TrajectoryRows
-from mmbuf.sampling.episodes import DONES, TERMINATIONS, TRUNCATIONS
+from mmbuf.sampling.episodes import DONES, TERMINATIONS, TRUNCATIONS, end_flags
 from mmbuf.schema import Array, Path, Schema
 
 TERMINATION, TRUNCATION, DONE, OPEN = "termination", "truncation", "done", "open"
@@ -39,6 +39,7 @@ class Episodes:
 
     def __init__(self, rows: TrajectoryRows) -> None:
         self.rows = rows
+        self._flags: dict[Path, Array | None] = {}
         self._num_steps, self._num_envs = rows.entry.num_steps, rows.entry.num_envs
         self._positions = {
             column.path: i for i, column in enumerate(rows.schema.columns) if not column.is_text
@@ -57,20 +58,18 @@ class Episodes:
         return side_by_side
 
     def _is_set(self, path: Path) -> Array | None:
-        """Where a flag is set, bool ``[B * T]``."""
-        values = self._side_by_side(path)
-        return None if values is None else np.asarray(values.any(axis=1))
-
-    @cached_property
-    def _flags(self) -> dict[Path, Array | None]:
-        return {path: self._is_set(path) for path in (DONES, TERMINATIONS, TRUNCATIONS)}
+        """Where a flag is set, bool ``[B * T]``; each is read once."""
+        if path not in self._flags:
+            values = self._side_by_side(path)
+            self._flags[path] = None if values is None else np.asarray(values.any(axis=1))
+        return self._flags[path]
 
     @cached_property
     def _ends(self) -> Array:
         """Where an episode ends, bool ``[B, T]``."""
-        dones, *others = self._flags.values()
         is_end = np.zeros(self._num_envs * self._num_steps, np.bool_)
-        for flags in others if dones is None else [dones]:
+        for path in end_flags(self._positions.keys()):
+            flags = self._is_set(path)
             if flags is not None:
                 is_end |= flags
         return is_end.reshape(self._num_envs, self._num_steps)
@@ -141,7 +140,8 @@ class Episodes:
         "done" where only ``dones`` is set, and does not say by which.
         """
         terminations, truncations = (
-            None if flags is None else flags[self._last] for flags in list(self._flags.values())[1:]
+            None if (flags := self._is_set(path)) is None else flags[self._last]
+            for path in (TERMINATIONS, TRUNCATIONS)
         )
         is_open = ~self._ends.reshape(-1)[self._last]
         names = np.full(len(self), DONE, object)

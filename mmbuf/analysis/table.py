@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as arrow_dataset
 
-from mmbuf.errors import MmbufError, SchemaError
+from mmbuf.errors import SchemaError
+from mmbuf.packages import optional_package
 
 # Makes record batches of the named columns, in their order.
 Scan = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
@@ -45,12 +45,12 @@ class Table:
 
     def to_pandas(self, columns: Sequence[str] | None = None) -> Any:
         """All of it as a ``pandas.DataFrame``. MmbufError where pandas is not installed."""
-        optional_package("pandas")
+        optional_package("pandas", "analysis")
         return self.to_arrow(columns).to_pandas()
 
     def to_polars(self, columns: Sequence[str] | None = None) -> Any:
         """All of it as a ``polars.DataFrame``. MmbufError where Polars is not installed."""
-        return optional_package("polars").from_arrow(self.to_arrow(columns))
+        return optional_package("polars", "analysis").from_arrow(self.to_arrow(columns))
 
     def register(self, connection: Any, name: str, wide: Iterable[str] = ()) -> None:
         """Give it a name in a DuckDB connection. A query reads only the columns that it needs.
@@ -146,13 +146,3 @@ def _can_bind(filter: Any, schema: pa.Schema, without: str) -> bool:
 
 def _picked(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in names])
-
-
-def optional_package(name: str) -> Any:
-    """The package, one of the extra `analysis`; MmbufError where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise MmbufError(
-            f'{error.name} is missing. Install it: pip install "mmbuf[analysis]"'
-        ) from error

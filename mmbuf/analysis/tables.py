@@ -25,10 +25,11 @@ import pyarrow as pa
 from mmbuf import storage
 from mmbuf.analysis.episodes import Episodes, success_path
 from mmbuf.analysis.rows import TrajectoryRows, field_of, is_wide
-from mmbuf.analysis.table import Table, optional_package
+from mmbuf.analysis.table import Table
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.files import absolute
+from mmbuf.packages import optional_package
 from mmbuf.schema import Array, Schema
 from mmbuf.stores import Stores
 from mmbuf.transfer import Directory
@@ -170,7 +171,7 @@ class Tables:
         A query reads the columns that it speaks of, and no others; ``wide`` are those wide ones
         that ``steps`` is to have. MmbufError where DuckDB is not installed.
         """
-        connection = optional_package("duckdb").connect()
+        connection = optional_package("duckdb", "analysis").connect()
         self.steps.register(connection, "steps", wide)
         self.episodes.register(connection, "episodes")
         self.trajectories.register(connection, "trajectories")

@@ -9,12 +9,20 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from mmbuf import files
 from mmbuf.analysis import Spread, Tables, summarize
-from mmbuf.analysis.table import optional_package
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, Paths, console, show_grid, show_json, tables_of, told
+from mmbuf.cli.screen import (
+    AsJson,
+    Paths,
+    console,
+    show_grid,
+    show_json,
+    tables_of,
+    told,
+    writer_of,
+)
 from mmbuf.errors import MmbufError
+from mmbuf.packages import optional_package
 from mmbuf.schema import Column
 
 _MAX_VERSIONS = 8
@@ -78,7 +86,7 @@ def _facts_of(tables: Tables) -> dict[str, Any]:
         "versions": dict(collections.Counter(entry.model_weights_id for entry in entries)),
         "first_added_at": known[0] if known else None,
         "last_added_at": known[-1] if known else None,
-        "writers": {store: writer for store in stores if (writer := _writer_of(store))},
+        "writers": {store: writer for store in stores if (writer := writer_of(store))},
         "columns": _columns_of(tables),
     }
 
@@ -98,17 +106,6 @@ def _columns_of(tables: Tables) -> list[dict[str, Any]]:
 
 def _described(column: Column) -> dict[str, Any]:
     return {"name": column.name, "dtype": column.dtype, "row_shape": list(column.row_shape)}
-
-
-def _writer_of(directory: str) -> dict[str, Any] | None:
-    """Who holds the store now."""
-    path = files.join(directory, files.WRITER_LOCK)
-    try:
-        is_held = files.exists(path) and files.is_locked(path)
-    except OSError:  # a file system without locks
-        return None
-    pid, host = files.last_holder(path) or (None, None)
-    return {"pid": pid, "host": host} if is_held else None
 
 
 def ls(
@@ -153,7 +150,7 @@ def ls(
 
 
 def _filtered(tables: Tables, where: str) -> Any:
-    duckdb = optional_package("duckdb")
+    duckdb = optional_package("duckdb", "analysis")
     with tables.connect() as connection:
         try:
             return connection.view("trajectories").filter(where).to_arrow_table()

@@ -10,10 +10,10 @@ import typer
 
 from mmbuf.analysis import Tables
 from mmbuf.analysis.episodes import OPEN
-from mmbuf.analysis.table import optional_package
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import AsJson, Paths, show_json, tables_of
 from mmbuf.errors import MmbufError
+from mmbuf.packages import optional_package
 from mmbuf.schema import Array, Column
 
 _NUM_FRAMES = 10
@@ -59,7 +59,7 @@ def draw_episodes(tables: Tables) -> Any:
     These are in the order of their addition, and have the colour of their version. Episodes that no
     flag ends are pale.
     """
-    matplotlib = optional_package("matplotlib")
+    matplotlib = optional_package("matplotlib", "analysis")
     entries = {entry.uuid: (i, entry) for i, (entry, _) in enumerate(tables.entries)}
     versions = list(dict.fromkeys(entry.model_weights_id for _, entry in entries.values()))
     scale = np.linspace(0, 1, len(versions))
@@ -131,7 +131,7 @@ def draw_steps(tables: Tables, env: int) -> Any:
 
 def _figure(labels: list[str]) -> tuple[Any, list[Any]]:
     """A figure of one axis below the other."""
-    pictures = optional_package("matplotlib.figure")
+    pictures = optional_package("matplotlib.figure", "analysis")
     figure = pictures.Figure(figsize=(9, 0.8 + 1.9 * len(labels)), dpi=120, layout="constrained")
     axes = list(figure.subplots(len(labels), 1, squeeze=False)[:, 0])
     for axis, label in zip(axes, labels, strict=True):

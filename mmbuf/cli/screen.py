@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table as Grid
 
+from mmbuf import files
 from mmbuf.analysis import Tables
 from mmbuf.errors import MmbufError
 
@@ -42,6 +43,17 @@ def tables_of(
         return tables.only(int(trajectory) if is_id else trajectory)
     except KeyError as error:
         raise MmbufError(str(error.args[0])) from error
+
+
+def writer_of(directory: str) -> dict[str, Any] | None:
+    """Who holds the store now."""
+    path = files.join(directory, files.WRITER_LOCK)
+    try:
+        is_held = files.exists(path) and files.is_locked(path)
+    except OSError:  # a file system without locks, or a store that is gone
+        return None
+    pid, host = files.last_holder(path) or (None, None)
+    return {"pid": pid, "host": host} if is_held else None
 
 
 def show_json(value: Any) -> None:

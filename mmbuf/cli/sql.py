@@ -11,10 +11,10 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from mmbuf.analysis.table import optional_package
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import AsJson, Paths, plain, show_grid, tables_of
 from mmbuf.errors import MmbufError
+from mmbuf.packages import optional_package
 
 _BLOCK = 10_000  # rows that are fetched at once
 
@@ -34,7 +34,7 @@ def sql(
     """Ask a store in SQL. Wide columns (images) are there where the query names them."""
     if as_csv + as_json + (parquet is not None) > 1:
         raise MmbufError("sql: expected one of --csv, --json and --parquet, got several.")
-    duckdb = optional_package("duckdb")
+    duckdb = optional_package("duckdb", "analysis")
     stdout = sys.stdout  # the progress bar puts itself in its place
     try:
         with shown("reading") as show:

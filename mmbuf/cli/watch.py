@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from mmbuf import files
 from mmbuf.analysis.episodes import OPEN, Episodes, has_flags
 from mmbuf.analysis.rows import TrajectoryRows
-from mmbuf.cli.screen import AsJson, Paths, console, show_json, told
+from mmbuf.cli.screen import AsJson, Paths, console, show_json, told, writer_of
 from mmbuf.errors import CorruptError
 from mmbuf.stores import Stores
 from mmbuf.window import Item
@@ -170,7 +170,7 @@ class Followed:
             for path in self._paths
             for directory in (files.matches(path) if files.is_pattern(path) else [path])
         ]
-        return {where: writer for where in directories if (writer := _writer_of(where))}
+        return {where: writer for where in directories if (writer := writer_of(where))}
 
 
 def _age_of(added_at: float, now: float) -> float | None:
@@ -184,16 +184,6 @@ def _disk_bytes_of(item: Item) -> int:
         return files.disk_bytes_of(files.join(directory, entry.file))
     except FileNotFoundError:
         return 0  # removed meanwhile: soon it will be told
-
-
-def _writer_of(directory: str) -> dict[str, Any] | None:
-    path = files.join(directory, files.WRITER_LOCK)
-    try:
-        is_held = files.exists(path) and files.is_locked(path)
-    except OSError:  # a file system without locks, or a store that is gone
-        return None
-    pid, host = files.last_holder(path) or (None, None)
-    return {"pid": pid, "host": host} if is_held else None
 
 
 def _grid_of(facts: dict[str, Any]) -> Grid:

@@ -25,7 +25,7 @@ import numpy as np
 from mmbuf import files
 from mmbuf.errors import SchemaError
 from mmbuf.exchange.episodes import Episode, Imported, observation, write_store
-from mmbuf.exchange.packages import optional_package
+from mmbuf.packages import optional_package
 from mmbuf.transfer import Directory, OnProgress
 
 _OBSERVATIONS = {
@@ -46,7 +46,7 @@ def from_hdf5(
     One episode at a time is in memory. SchemaError for a file of another layout, OSError for none
     of HDF5's, MmbufError where h5py is not installed.
     """
-    h5py = optional_package("h5py")
+    h5py = optional_package("h5py", "exchange")
     path = files.absolute(source)
     with h5py.File(path, "r") as file:
         if "data" in file:

@@ -15,8 +15,8 @@ import pyarrow as pa
 from mmbuf import files
 from mmbuf.analysis.tables import Tables
 from mmbuf.errors import MmbufError
-from mmbuf.exchange.packages import optional_package
 from mmbuf.exchange.target import Exported, Part, new_directory, parts_of
+from mmbuf.packages import optional_package
 from mmbuf.transfer import Directory
 
 
@@ -26,7 +26,7 @@ def to_hf(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ()) -> E
     In bounded memory, and for a while twice the space on the disk. MmbufError where `datasets` is
     not installed, and for an empty store: it could not load what it had saved.
     """
-    datasets = optional_package("datasets")
+    datasets = optional_package("datasets", "exchange")
     if not len(tables):
         raise MmbufError(f"{tables.stores[0]}: expected a trajectory, got an empty store.")
     parts = parts_of(tables, wide)

@@ -25,8 +25,8 @@ from mmbuf.analysis.rows import TrajectoryRows, decoded
 from mmbuf.analysis.tables import Tables
 from mmbuf.errors import SchemaError
 from mmbuf.exchange.episodes import Episode, Imported, observation, write_store
-from mmbuf.exchange.packages import optional_package
 from mmbuf.exchange.target import Exported, new_directory
+from mmbuf.packages import optional_package
 from mmbuf.schema import Array, Column, Path, Schema
 from mmbuf.transfer import Directory, OnProgress
 
@@ -44,7 +44,7 @@ def from_minari(
     tuple are named by their places. ``infos`` are those that came with each step. One episode at a
     time is in memory. MmbufError where Minari is not installed; FileNotFoundError.
     """
-    minari = optional_package("minari")
+    minari = optional_package("minari", "exchange")
     path = files.absolute(source)
     inner = files.join(path, "data")
     if files.is_directory(inner):
@@ -100,7 +100,7 @@ def to_minari(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ()) 
     SchemaError where ``next_obs`` has not the columns of ``curr_obs``, or where there are no
     actions or rewards; else as `parquet.to_parquet`. MmbufError where Minari is not installed.
     """
-    minari = optional_package("minari")
+    minari = optional_package("minari", "exchange")
     if wide:
         raise SchemaError(f"wide: expected none, since all columns are written, got {wide[0]!r}.")
     where = tables.stores[0]
@@ -108,8 +108,8 @@ def to_minari(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ()) 
         raise SchemaError(f"{where}: expected a trajectory, got an empty store.")
     _check(tables.schema, where)
     target = files.absolute(target)
-    storages = optional_package("minari.dataset.minari_storage")
-    buffers = optional_package("minari.data_collector")
+    storages = optional_package("minari.dataset.minari_storage", "exchange")
+    buffers = optional_package("minari.data_collector", "exchange")
     num_trajectories = num_episodes = num_rows = 0
     with new_directory(target) as directory:
         observations, actions = _spaces_of(tables)
@@ -228,7 +228,7 @@ def _bare(observations: dict[str, Any]) -> Any:
 
 def _spaces_of(tables: Tables) -> tuple[Any, Any]:
     """The spaces of observations and actions: all that their dtypes can hold, and all text."""
-    spaces = optional_package("gymnasium.spaces")
+    spaces = optional_package("gymnasium.spaces", "exchange")
     assert tables.schema is not None
     columns = [column for column in tables.schema.columns if column.row_bytes]
     texts = [i for i, c in enumerate(tables.schema.columns) if c.is_text]

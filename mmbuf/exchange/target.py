@@ -12,6 +12,7 @@ from mmbuf import files
 from mmbuf.analysis.table import Table
 from mmbuf.analysis.tables import Tables
 from mmbuf.errors import SchemaError
+from mmbuf.transfer import built_directory
 
 _BLOCK_ROWS = 128 << 10
 _BLOCK_BYTES = 64 << 20
@@ -79,9 +80,5 @@ def new_directory(target: str) -> Iterator[str]:
             f"{target}: expected a new path or an empty directory, got one that is there already. "
             "Choose another."
         )
-    files.make_directory(files.directory_of(target))
-    files.remove_temporaries_of(target)
-    directory = files.temporary(target)
-    with files.created_directory(directory):
+    with built_directory(target) as directory:
         yield directory
-        files.rename(directory, target)

@@ -5,16 +5,16 @@ as `Uniform` does::
 
     buffer.sample(64, sampler=Slices(16))
 
-==================  ===========================================================================
-`Uniform`           rows, with replacement
+====================  ===========================================================================
+`Uniform`             rows, with replacement
 `WithoutReplacement`  epochs: each row of the window once, in shuffled order
-`Slices`            sequences of consecutive steps of one episode, ``[K, L, ...]``
-`NStep`             rows with the discounted rewards of n steps, to bootstrap behind them
-`Prioritized`       rows in proportion to priorities that the trainer updates
-`Recent`            rows, the newer the more often
-`FreshVersions`     rows whose policy version lags little behind the newest
-`Stratified`        exact quotas of rows for each kind of trajectory
-==================  ===========================================================================
+`Slices`              sequences of consecutive steps of one episode, ``[K, L, ...]``
+`NStep`               rows with the discounted rewards of n steps, to bootstrap behind them
+`Prioritized`         rows in proportion to priorities that the trainer updates
+`Recent`              rows, the newer the more often
+`FreshVersions`       rows whose policy version lags little behind the newest
+`Stratified`          exact quotas of rows for each kind of trajectory
+====================  ===========================================================================
 
 A sampler belongs to the buffer or reader that it drew from first. All draw by the generator of
 that one, so its state is the sampler's as well; what they remember beyond it (an epoch, priorities)

@@ -6,12 +6,14 @@ An episode ends where ``dones`` is set (``terminations`` or ``truncations`` wher
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from mmbuf.sampling.derived import Derived, Fifo, blocks
 from mmbuf.sampling.draw import Sight, any_of, column_of, flat
 from mmbuf.schema import Array, Path
-from mmbuf.slots import View
+from mmbuf.slots import NUM_ENVS, View
 
 DONES: Path = ("dones",)
 TERMINATIONS: Path = ("terminations",)
@@ -46,11 +48,11 @@ class Episodes(Derived):
     def stride_of(self, view: View, rows: Array) -> Array | int:
         """The rows from one step to the next, of each of ``rows``; one int where all are equal."""
         if self._even[0] is not view:
-            num_envs = view.facts[0, view.first : view.stop]
+            num_envs = view.facts[NUM_ENVS, view.first : view.stop]
             is_even = bool((num_envs == num_envs[0]).all())
             self._even = (view, int(num_envs[0]) if is_even else None)
         stride = self._even[1]
-        return view.facts[0].take(view.slots_of(rows)) if stride is None else stride
+        return view.facts[NUM_ENVS].take(view.slots_of(rows)) if stride is None else stride
 
     @property
     def table(self) -> Array:
@@ -115,7 +117,7 @@ class Episodes(Derived):
         view = sight.view
         num_slots, num_rows = len(lengths), int(lengths.sum())
         low = int(view.starts[first])
-        num_envs = view.facts[0, first : first + num_slots]
+        num_envs = view.facts[NUM_ENVS, first : first + num_slots]
         begins = np.cumsum(lengths) - lengths
         # Of each row: B, T and where it lies when the steps of an environment lie side by side.
         envs = np.repeat(num_envs, lengths)
@@ -142,10 +144,16 @@ class Episodes(Derived):
         self._counts.extend(np.bincount(slots, minlength=num_slots))
 
 
+def end_flags(paths: Set[Path]) -> list[Path]:
+    """Those of the columns that say where an episode ends."""
+    if DONES in paths:
+        return [DONES]
+    return [path for path in (TERMINATIONS, TRUNCATIONS) if path in paths]
+
+
 def _flags_of(sight: Sight) -> list[Path]:
     """The columns that say where an episode ends."""
-    paths = {column.path for column in sight.schema.columns}
-    found = [DONES] if DONES in paths else [p for p in (TERMINATIONS, TRUNCATIONS) if p in paths]
+    found = end_flags({column.path for column in sight.schema.columns})
     for path in found:
         column_of(sight, path, "the ends of episodes")
     return found

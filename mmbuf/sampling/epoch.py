@@ -11,13 +11,12 @@ import torch
 
 from mmbuf.sampling.draw import Draw, Sampler, Sight, StaleSightError
 from mmbuf.schema import Array
-from mmbuf.slots import View
+from mmbuf.slots import UUID_MARK, View
 
 _BLOCK = 1 << 14  # indices computed at once, since NumPy's calls cost more than a few numbers
 _ROUNDS = 8  # with 4, neighbours in orders of 16 or 64 still prefer some distances to others
 _NONE: Array = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int64).min // 2
-_MARK = 2  # the row of facts with the marks of the uuids
 
 
 class WithoutReplacement(Sampler):
@@ -140,7 +139,7 @@ class _Listing:
         # Nothing is copied: no memory for each trajectory.
         return cls(
             starts - view.low if view.low else starts,
-            view.facts[_MARK, view.first : view.stop],
+            view.facts[UUID_MARK, view.first : view.stop],
             view,
         )
 
@@ -161,7 +160,7 @@ class _Listing:
         self._view = view
         if was is not None and view.starts is was.starts:
             return  # the same row numbers still
-        marks = view.facts[_MARK, view.first : view.stop]
+        marks = view.facts[UUID_MARK, view.first : view.stop]
         order = marks.argsort(kind="stable")
         places = np.minimum(marks[order].searchsorted(self.marks), len(order) - 1)
         found = order[places]

@@ -17,8 +17,8 @@ from mmbuf.sampling.derived import Derived
 from mmbuf.sampling.draw import Draw, Sampler, Sight
 from mmbuf.sampling.tree import SumTree
 from mmbuf.schema import Array
+from mmbuf.slots import UUID_MARK
 
-_MARK = 2  # the row of facts with the marks of the uuids
 _MOST = 1e290  # of p^alpha, so that no sum of them is infinite
 
 
@@ -213,7 +213,7 @@ class _Priorities(Derived):
 
     def _add(self, sight: Sight, first: int, lengths: Array) -> None:
         view = sight.view
-        marks = view.facts[_MARK, first : view.stop].copy()
+        marks = view.facts[UUID_MARK, first : view.stop].copy()
         num_rows = int(lengths.sum())
         if self._stop_leaf + num_rows > len(self.tree.leaves):
             values = self._values()
