@@ -147,7 +147,8 @@ class TrajectoryWriter:
 
     def _start(self) -> None:
         with self._changed:
-            if not self._is_running and self._pending:
+            # Not while a failure is untold: it would be told a second time, as another.
+            if not self._is_running and self._pending and self._failure is None:
                 self._is_running = True
                 self._executor.submit(self._run)
 

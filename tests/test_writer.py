@@ -221,6 +221,33 @@ def test_a_failed_write_is_told_once_by_the_next_call_and_made_good_by_flush(
     assert_stored(tmp_path, 0, 1, 2)
 
 
+def test_a_failure_that_comes_while_flush_begins_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_buffer(tmp_path) as buffer, Gate(monkeypatch) as gate:
+        gate.error = OSError(errno.ENOSPC, "No space left on device")
+        add(buffer, 0)
+        writer = buffer._writer
+        assert writer is not None
+        real = writer._wait
+
+        def wait(is_done: Callable[[], bool]) -> None:
+            gate.is_open.set()
+            wait_for_failure(buffer)
+            gate.is_open.clear()
+            real(is_done)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "_wait", wait)
+            with pytest.raises(WriteError):
+                buffer.flush()
+        assert not writer._is_running, "begun again, to fail again"
+        gate.error = None
+        gate.is_open.set()
+        buffer.flush()
+    assert_stored(tmp_path, 0)
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_while_the_disk_stays_full_every_flush_says_so_and_no_row_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
