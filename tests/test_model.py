@@ -34,7 +34,7 @@ from mmbuf.transfer import convert
 IMAGE = (64, 64, 1)  # four rows of it are mapped
 
 settings.register_profile("normal", max_examples=25, stateful_step_count=30, derandomize=True)
-settings.register_profile("nightly", max_examples=200, stateful_step_count=50, derandomize=True)
+settings.register_profile("nightly", max_examples=300, stateful_step_count=50, derandomize=True)
 
 formats = st.sampled_from(list(storage.FORMATS))
 windows = st.sampled_from([0, 1, 2, 5])
