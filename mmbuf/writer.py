@@ -183,26 +183,39 @@ class TrajectoryWriter:
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    if not self._pending:
-                        self._is_running = False
-                        break
-                    cache, slot, size_bytes = self._pending[0]
-                self._write(cache, slot)
-                with self._changed:
-                    if self._pending:
-                        self._pending.popleft()
-                        self.pending_bytes -= size_bytes
-                    self._changed.notify_all()
-                self._drop_excess()
-            if self._index.is_snapshot_due():
-                self._write_snapshots()
+            while self._has_more():
+                self._write_pending()
+                if self._index.is_snapshot_due():
+                    self._write_snapshots()
         except BaseException as error:  # reaches the caller by raise_failure
             with self._changed:
                 self._is_running = False
                 self._failure = error
                 self._changed.notify_all()
+
+    def _has_more(self) -> bool:
+        """Whether anything is pending; if not the thread is free to be begun anew.
+
+        Not before the snapshots are written: else one more run could wait behind them, and fail
+        once more after their failure was told.
+        """
+        with self._changed:
+            self._is_running = bool(self._pending)
+            return self._is_running
+
+    def _write_pending(self) -> None:
+        while True:
+            with self._changed:
+                if not self._pending:
+                    return
+                cache, slot, size_bytes = self._pending[0]
+            self._write(cache, slot)
+            with self._changed:
+                if self._pending:
+                    self._pending.popleft()
+                    self.pending_bytes -= size_bytes
+                self._changed.notify_all()
+            self._drop_excess()
 
     def _write(self, cache: TrajectoryCache, slot: Slot) -> None:
         # What is published is not published again when only what follows has failed.

@@ -317,6 +317,39 @@ def test_a_failure_after_the_journal_says_so_leaves_the_store_whole(
         assert_stored(tmp_path, 0)
 
 
+def test_a_failed_snapshot_is_told_once_though_more_was_added_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was added while the snapshot failed is not tried before the failure is told."""
+    is_reached, is_open = threading.Event(), threading.Event()
+
+    def fail(*_: Any) -> None:
+        is_reached.set()
+        assert is_open.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with new_buffer(tmp_path) as buffer:
+        add(buffer, 0)
+        buffer.flush()
+        writer = buffer._writer
+        assert writer is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(index.TrajectoryIndex, "is_snapshot_due", lambda _: True)
+            patch.setattr(index.TrajectoryIndex, "write_snapshots", fail)
+            add(buffer, 1)
+            assert is_reached.wait(20)
+            add(buffer, 2)
+            is_open.set()
+            wait_for_failure(buffer)
+            with pytest.raises(WriteError):
+                buffer.flush()
+            writer._executor.submit(lambda: None).result()
+            assert writer._failure is None, "tried again, to fail again"
+            assert buffer.get_stats()["pending_trajectories"] == 1
+        buffer.flush()
+    assert_stored(tmp_path, 0, 1, 2)
+
+
 def test_a_failed_sync_is_told_and_made_good(
     tmp_path: Path, buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
