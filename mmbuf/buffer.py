@@ -24,6 +24,7 @@ from mmbuf.budget import DiskBudget
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
+from mmbuf.notebook import Shown
 from mmbuf.sampling import Sampler
 from mmbuf.schema import measure
 from mmbuf.trajectory import Trajectory, fields_of
@@ -261,6 +262,13 @@ class TrajectoryReplayBuffer:
         if self._is_closed:
             raise _closed("get_trajectory")
         return self._retried(partial(self._window.get_trajectory, trajectory_id))
+
+    def get_entry(self, trajectory_id: int) -> Entry:
+        """What the index says of one trajectory: shape, weights, time of addition, file.
+
+        KeyError if there is none of this id, or not any more.
+        """
+        return self._window.get_entry(trajectory_id)
 
     def _retried(self, read: Callable[[], _Read]) -> _Read:
         """What ``read`` gives; in a forked child without the files that its parent has removed."""
@@ -527,10 +535,15 @@ class TrajectoryReplayBuffer:
         )
 
     def __repr__(self) -> str:
-        where = self.auto_save_path or "memory"
-        return (
-            f"<TrajectoryReplayBuffer {where}: {self.size} trajectories, {self.total_samples} rows>"
-        )
+        return self._shown().as_text()
+
+    def _repr_html_(self) -> str:
+        return self._shown().as_html()
+
+    def _shown(self) -> Shown:
+        state = " (closed)" if self._is_closed else ""
+        where = self.auto_save_path or "in memory"
+        return self._window.shown(f"TrajectoryReplayBuffer {where}{state}")
 
     def _renew_locks(self) -> None:
         """In a forked child: the threads that may have held them are gone."""

@@ -16,6 +16,9 @@ Messages read *where: what: expected X, got Y. Remedy.*
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class MmbufError(Exception):
     """Base of all errors of mmbuf."""
@@ -42,6 +45,9 @@ class CorruptError(MmbufError):
         self.path = path
         self.what = what
         self.offset = offset
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.path, self.what, offset=self.offset), ()
 
 
 class VersionError(MmbufError):

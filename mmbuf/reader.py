@@ -18,7 +18,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from mmbuf import files, vm
+from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.notebook import Shown
 from mmbuf.sampling import Sampler
 from mmbuf.stores import News, Stores, checked_shard
 from mmbuf.trajectory import Trajectory
@@ -206,6 +208,10 @@ class ReplayReader:
             raise _closed("get_trajectory")
         return self._retried(partial(self._window.get_trajectory, trajectory_id))
 
+    def get_entry(self, trajectory_id: Any) -> Entry:
+        """As `TrajectoryReplayBuffer.get_entry`; by one of `trajectory_ids`."""
+        return self._window.get_entry(trajectory_id)
+
     def _retried(self, read: Callable[[], _Read]) -> _Read:
         """What ``read`` gives; tried again where what is seen has changed meanwhile.
 
@@ -283,7 +289,14 @@ class ReplayReader:
         self._open(state["seeds"])
 
     def __repr__(self) -> str:
-        return f"<ReplayReader {self.path}: {len(self)} trajectories, {self.total_samples} rows>"
+        return self._shown().as_text()
+
+    def _repr_html_(self) -> str:
+        return self._shown().as_html()
+
+    def _shown(self) -> Shown:
+        state = " (closed)" if self._is_closed else ""
+        return self._window.shown(f"ReplayReader {', '.join(self._stores.paths)}{state}")
 
 
 def _closed(what: str) -> ClosedError:

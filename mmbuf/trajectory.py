@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from mmbuf.errors import SchemaError
+from mmbuf.notebook import Shown
 from mmbuf.schema import MAX_NESTING, Array, Payload, measure
 
 _EPISODE_LENGTH = "max_episode_length"
 _WEIGHTS_ID = "model_weights_id"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Trajectory:
     """One trajectory: T steps of B environments; it may hold many episodes.
 
@@ -173,6 +174,58 @@ class Trajectory:
             nested = payload.schema.nest(leaves)
             parts.append(self.from_columns(nested, self.max_episode_length, self.model_weights_id))
         return parts
+
+    def __repr__(self) -> str:
+        return self._shown().as_text()
+
+    def _repr_html_(self) -> str:
+        return self._shown().as_html()
+
+    def _shown(self) -> Shown:
+        """T, B, episodes and columns; of columns that do not fit together, what is wrong."""
+        try:
+            payload = measure(self.to_columns())
+        except SchemaError as error:
+            return Shown("Trajectory", str(error))
+        steps, envs = payload.num_steps, payload.num_envs
+        facts = [f"T = {steps:,}", f"B = {envs:,}"]
+        num_episodes = self._num_episodes(payload)
+        if num_episodes is not None:
+            facts.append(f"{num_episodes:,} episodes")
+        if self.max_episode_length:
+            facts.append(f"{_EPISODE_LENGTH} {self.max_episode_length:,}")
+        if self.model_weights_id:
+            facts.append(f"{_WEIGHTS_ID} {self.model_weights_id}")
+        return Shown(
+            "Trajectory",
+            ", ".join(facts),
+            ("column", "dtype", "shape"),
+            [
+                (c.name, c.dtype, str([steps + extra, envs, *c.row_shape]))
+                for c, extra in zip(payload.schema.columns, payload.extra_steps, strict=True)
+            ],
+        )
+
+    def _num_episodes(self, payload: Payload) -> int | None:
+        """Those that a flag ends, and those that the trajectory ends. None without flags here."""
+        names = ("dones",) if self.dones is not None else ("terminations", "truncations")
+        flags = {name: leaf for name in names if (leaf := getattr(self, name)) is not None}
+        if not flags or not all(map(_is_at_hand, flags.values())):
+            return None
+        paths = [column.path for column in payload.schema.columns]
+        is_end = torch.zeros(payload.num_steps, payload.num_envs, dtype=torch.bool)
+        is_end[-1] = True
+        for name in flags:
+            rows = torch.as_tensor(_rows_of(payload, paths.index((name,))))
+            is_end |= rows.reshape(*is_end.shape, -1).bool().any(2)
+        return int(is_end.sum())
+
+
+def _is_at_hand(leaf: Any) -> bool:
+    """Whether these are numbers in memory, not text and not on a device."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_cpu
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "UO"
 
 
 def _rows_of(payload: Payload, position: int) -> torch.Tensor | list[str]:

@@ -30,7 +30,7 @@ from mmbuf.schema import Schema
 OnProgress = Callable[[int, int], None]
 Directory = str | os.PathLike[str]
 
-ORDERS = ("interleaved", "appended")
+ORDERS = ("interleaved", "appended", "added")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ def merge(
     """Bring all trajectories of ``sources`` together in the new directory ``target``.
 
     They are numbered anew from 0: ``"interleaved"`` by their ids in the sources (each source's 0
-    in the order of ``sources``, then each one's 1, as RLinf's tool has it), or ``"appended"``, one
-    source after the other. ``trajectory_format`` None: each file's own. The seed is that of the
-    first source that has one.
+    in the order of ``sources``, then each one's 1, as RLinf's tool has it), ``"appended"``, one
+    source after the other, or ``"added"``, by their times of addition. ``trajectory_format`` None:
+    each file's own. The seed is that of the first source that has one.
 
     A trajectory in a format that gives it a name of its own (``arrow``, ``npy``) is taken once,
     however many sources hold it. ``pt`` and ``pkl`` name equal files alike: all are taken.
@@ -83,6 +83,8 @@ def merge(
     ]
     if order == "interleaved":
         found.sort(key=lambda pair: pair[1].trajectory_id)  # stable: sources in their order
+    elif order == "added":
+        found.sort(key=lambda pair: pair[1].added_at)
     distinct = _distinct(found)
     merged = Contents()
     merged.schema = _common_schema(paths, parts)

@@ -34,6 +34,7 @@ from mmbuf.batch import (
 from mmbuf.cache import STATS, Origins, TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import EmptyBufferError
+from mmbuf.notebook import Shown, told_bytes
 from mmbuf.places import Slot
 from mmbuf.sampling.draw import Draw, Sampler
 from mmbuf.sampling.uniform import Uniform, uniform
@@ -356,15 +357,20 @@ class Window:
         with self._count_lock:
             self._num_sampled += num_rows
 
+    def get_entry(self, trajectory_id: Key) -> Entry:
+        """What the index says of one trajectory. KeyError if there is none of this id."""
+        entry = self.entries.get(trajectory_id)
+        if entry is None:
+            raise KeyError(f"trajectory {trajectory_id}: expected an id of trajectory_ids.")
+        return entry
+
     def get_trajectory(self, trajectory_id: Key) -> Trajectory:
         """One trajectory ``[T, B, ...]``, left-out steps included.
 
         The tensors are the caller's: copies, or private pages of the file that cost memory only
         where they are written to. KeyError if there is no such trajectory (any more).
         """
-        entry = self.entries.get(trajectory_id)
-        if entry is None:
-            raise KeyError(f"trajectory {trajectory_id}: expected an id of trajectory_ids.")
+        entry = self.get_entry(trajectory_id)
         assert self.cache is not None
         schema = self.cache.schema
         slot = self._slots.get(trajectory_id)
@@ -469,6 +475,27 @@ class Window:
             "reuse": num_rows / self._num_seen if self._num_seen else 0.0,
             "window_age_s": 0.0 if entry is None else max(0.0, time.time() - entry.added_at),
         }
+
+    def shown(self, title: str) -> Shown:
+        """What buffer and reader show of themselves. Reads no file and waits for nobody.
+
+        Bytes are those of the rows, of text those of its codes.
+        """
+        num_trajectories, num_rows = len(self.entries), self.total_samples
+        schema = self.schema if num_trajectories else None
+        columns = () if schema is None else schema.columns
+        size_bytes = num_rows * sum(column.row_bytes for column in columns)
+        window = f"the newest {self._window_size:,}" if self._window_size else "all"
+        return Shown(
+            title,
+            f"{num_trajectories:,} trajectories, {num_rows:,} rows, {told_bytes(size_bytes)}, "
+            f"window: {window}",
+            ("column", "dtype", "row shape", "bytes"),
+            [
+                (c.name, c.dtype, str(c.row_shape), told_bytes(num_rows * c.row_bytes))
+                for c in columns
+            ],
+        )
 
     def spawn(self) -> np.random.SeedSequence:
         """Seeds of a child's stream: another one for each call."""

@@ -800,7 +800,9 @@ def test_is_ready_can_be_awaited() -> None:
 def test_the_repr_says_where_and_how_much(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
         fill(buffer, 2)
-        assert repr(buffer) == f"<TrajectoryReplayBuffer {tmp_path}: 2 trajectories, 24 rows>"
+        where, what = repr(buffer).splitlines()[0].split(": ", 1)
+        assert where == f"<TrajectoryReplayBuffer {tmp_path}"
+        assert what == "2 trajectories, 24 rows, 792 bytes, window: the newest 100"
 
 
 # -- the store -----------------------------------------------------------------------------------
@@ -1180,6 +1182,25 @@ def test_an_error_in_the_context_closes_too(tmp_path: Path) -> None:
         raise KeyError("trainer")
     with opened(tmp_path) as buffer:
         assert len(buffer) == 3
+
+
+def test_what_the_index_says_of_a_trajectory(tmp_path: Path) -> None:
+    before = time.time()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([trajectory(0) | {"model_weights_id": "w"}])
+        entry = buffer.get_entry(0)
+        assert (entry.num_steps, entry.num_envs, entry.num_samples) == (4, 3, 12)
+        assert entry.model_weights_id == "w"
+        assert before <= entry.added_at <= time.time()
+        buffer.flush()
+        written = buffer.get_entry(0)
+        assert (written.uuid, written.added_at) == (entry.uuid, entry.added_at)
+        assert (tmp_path / written.file).is_file()
+        with ReplayReader(tmp_path) as reader:
+            assert reader.get_entry(0) == written
+        for missing in (1, -1, "0"):
+            with pytest.raises(KeyError, match="expected an id of trajectory_ids"):
+                buffer.get_entry(missing)  # type: ignore[arg-type]
 
 
 def test_a_buffer_does_not_pickle_and_says_what_does(tmp_path: Path) -> None:

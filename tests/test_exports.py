@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -107,6 +108,13 @@ def test_an_error_about_bytes_says_where_they_are() -> None:
         "/store/x.arrow at byte 3: bad magic.",
         "/store/x.arrow",
         3,
+    )
+
+
+def test_an_error_about_bytes_comes_whole_out_of_another_process() -> None:
+    error = pickle.loads(pickle.dumps(mmbuf.CorruptError("/store/x.arrow", "bad magic.", offset=3)))
+    assert (str(error), error.path, error.what, error.offset) == (
+        *("/store/x.arrow at byte 3: bad magic.", "/store/x.arrow", "bad magic.", 3),
     )
 
 

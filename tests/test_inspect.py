@@ -118,9 +118,21 @@ def test_info_is_one_screen_however_many_versions_there_are(tmp_path: Path) -> N
     path = store(tmp_path / "store", 40)
     ran = run("info", path)
     assert "trajectories  40\n" in ran.stdout
-    versions = "v0: 2, v1: 2, v2: 2, v3: 2, ... (20 versions), v16: 2, v17: 2, v18: 2, v19: 2"
+    versions = "v0: 2, v1: 2, v2: 2, ... (20 versions), v17: 2, v18: 2, v19: 2"
     assert f"versions      {versions}\n" in ran.stdout
     assert len(ran.stdout.splitlines()) < 24
+
+
+def test_long_names_of_versions_stand_below_each_other(tmp_path: Path) -> None:
+    names = [f"{i:036x}" for i in range(7)]
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([rollout(0) | {"model_weights_id": name} for name in names])
+    lines = [*names[:3], "... (7 versions)", *names[4:]]
+    told_lines = [line if "..." in line else f"{line}: 1" for line in lines]
+    indented = ("\n" + " " * 14).join(told_lines)
+    assert f"versions      {indented}\n" in run("info", tmp_path / "store").stdout
+    cut = ["00000000...00000000", "00000000...00000001"]
+    assert [row[4] for row in shown("ls", tmp_path / "store", "--limit", "2")[1:]] == cut
 
 
 def test_info_names_the_writer_that_is_alive(tmp_path: Path) -> None:
@@ -158,14 +170,27 @@ def test_a_directory_of_rlinf_and_an_empty_store_are_shown(tmp_path: Path) -> No
 
 def test_ls_lists_the_oldest_first(tmp_path: Path) -> None:
     path = store(tmp_path / "store")
-    names = ["trajectory_id", "num_steps", "num_envs", "num_samples", "size_bytes", "format"]
+    names = ["trajectory_id", "num_steps", "num_envs", "size_bytes", "model_weights_id", "added_at"]
     header, *rows = shown("ls", path)
-    assert header == [*names, "model_weights_id", "max_episode_length", "added_at"]
-    assert [(row[0], row[1], row[3], row[6]) for row in rows] == [
-        ("0", "2", "4", "v0"),
-        ("1", "3", "6", "v0"),
-        ("2", "4", "8", "v1"),
+    assert header == names
+    assert [(row[0], row[1], row[2], row[4]) for row in rows] == [
+        ("0", "2", "2", "v0"),
+        ("1", "3", "2", "v0"),
+        ("2", "4", "2", "v1"),
     ]
+
+
+def test_ls_shows_what_differs_and_what_is_sorted_by(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    for trajectory_format, max_length in (("arrow", 5), ("npy", 6)):
+        with opened(path, trajectory_format=trajectory_format) as buffer:
+            buffer.add_trajectories([rollout(0) | {"max_episode_length": max_length}])
+    header, *rows = shown("ls", path, "--sort", "-num_samples")
+    assert header == [
+        *("trajectory_id", "num_steps", "num_envs", "num_samples", "size_bytes", "format"),
+        *("model_weights_id", "max_episode_length", "added_at"),
+    ]
+    assert [(row[3], row[5], row[7]) for row in rows] == [("4", "arrow", "5"), ("4", "npy", "6")]
 
 
 def test_ls_sorts_filters_and_limits(tmp_path: Path) -> None:
@@ -240,6 +265,20 @@ def test_stats_are_those_of_all_rows(tmp_path: Path) -> None:
         "success_rate": None,
     }
     assert found["versions"]["v0"]["returns"]["mean"] == (2 + 6) / 2
+
+
+def test_stats_show_the_first_and_the_last_of_many_versions(tmp_path: Path) -> None:
+    ran = run("stats", store(tmp_path / "store", 20))
+    assert ran.stdout.endswith("\n4 more versions; --json has all\n")
+    found = shown("stats", tmp_path / "store")
+    expected = ["version", "v0", "v1", "v2", "...", "v7", "v8", "v9"]
+    tables = [found[start : start + 8] for start in (4, 12, 20)]
+    assert [[row[0] for row in table] for table in tables] == [expected] * 3
+    assert tables[0][1] == ["v0", "2", "4", "2"]
+    assert tables[1][0][1:] == ["mean", "min", "p25", "median", "p75", "max"]
+    assert tables[1][1][1:] == ["4", "2", "3", "4", "5", "6"]
+    assert tables[2][1][1:] == ["2.5", "2", "2.25", "2.5", "2.75", "3"]
+    assert [row[1:] for row in tables[1] if row[0] == "..."] == [[""] * 6]
 
 
 def test_stats_count_what_is_no_number(tmp_path: Path) -> None:
@@ -414,7 +453,15 @@ def test_a_plot_of_a_store_has_every_episode_in_the_order_of_addition(tmp_path: 
     assert points[2] == [[0, 1], [1, 2], [2, 3]]
     alphas = drawn[0].get_facecolors()[:, 3].tolist()
     assert alphas == [1, 0.3] * 3  # the second environment's never end
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["v0", "v1"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["v0", "v1"]
+
+
+def test_a_plot_of_many_versions_has_a_bar_of_their_colours(tmp_path: Path) -> None:
+    figure = draw_episodes(Tables(store(tmp_path / "store", 22)))
+    *axes, bar = figure.axes
+    assert (len(axes), figure.legends) == (3, [])
+    assert bar.get_ylabel() == "version, from the first to the last"
+    assert bar.get_ylim() == (0, 10)
 
 
 def test_a_plot_of_a_trajectory_has_its_numbers_and_frames(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ ROOT = Path(mmbuf.__file__).parent
 RANKS = {
     "errors": 0,
     "entry": 1,
+    "notebook": 1,
     "packages": 1,
     "files": 1,
     "formats": 1,

@@ -156,6 +156,17 @@ def test_appended_come_one_source_after_the_other(tmp_path: Path) -> None:
     assert numbers_in(tmp_path / "n") == {0: 10, 1: 11, 2: 0, 3: 1, 4: 2}
 
 
+def test_merged_may_come_in_the_order_of_their_addition(tmp_path: Path) -> None:
+    sources = [tmp_path / "a", tmp_path / "b"]
+    buffers = [TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) for path in sources]
+    for number in (0, 1, 2, 3, 4):
+        buffers[number in (1, 2)].add_trajectories([trajectory(number)])
+    for buffer in buffers:
+        buffer.close()
+    merge(sources, tmp_path / "m", order="added")
+    assert numbers_in(tmp_path / "m") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}
+
+
 def test_merged_go_on_with_the_next_id_and_the_first_seed(tmp_path: Path) -> None:
     sources = [saved(tmp_path / "a", range(5)), store(tmp_path / "b", [10])]
     merge(sources, tmp_path / "m")
@@ -864,7 +875,7 @@ def test_wrong_usage_ends_with_two(arguments: tuple[str, ...], tmp_path: Path) -
         ),
         (
             ("merge", "{a}", "{t}", "--order", "sorted"),
-            "order: expected one of ['interleaved', 'appended'], got 'sorted'.",
+            "order: expected one of ['interleaved', 'appended', 'added'], got 'sorted'.",
         ),
         (
             ("merge", "{a}", "{t}/none", "{t}"),

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import mmbuf
 from mmbuf import cli, files, storage
-from mmbuf.cli.watch import Followed
+from mmbuf.cli.watch import Followed, _told_age
 
 ROOT = Path(mmbuf.__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
@@ -134,6 +134,21 @@ def test_once_shows_one_screen(tmp_path: Path) -> None:
     assert cells["last add"][1] == "version v2"
     assert cells["return"] == ["3", "mean of the newest 6 episodes, the last 6"]
     assert cells["written by"] == ["0", "nobody now"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (None, "-"),
+        (0.04, "0.0 s ago"),
+        (119, "119.0 s ago"),
+        (120, "2.0 min ago"),
+        (7_200, "2.0 h ago"),
+        (400 * 86_400 + 8_640, "400.1 days ago"),
+    ],
+)
+def test_ages_have_the_unit_that_fits(seconds: float | None, told: str) -> None:
+    assert _told_age(seconds) == told
 
 
 def test_rates_are_those_of_the_last_ten_seconds(tmp_path: Path) -> None:

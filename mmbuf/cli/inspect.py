@@ -19,13 +19,15 @@ from mmbuf.cli.screen import (
     show_json,
     tables_of,
     told,
+    told_version,
     writer_of,
 )
 from mmbuf.errors import MmbufError
 from mmbuf.packages import optional_package
 from mmbuf.schema import Column
 
-_MAX_VERSIONS = 8
+_MAX_VERSIONS = 6
+_MAX_LINE = 80
 _MAX_LISTED = 50
 _MAX_TEXT = 30
 
@@ -41,10 +43,6 @@ def info(paths: Paths, as_json: AsJson = False) -> None:
     if as_json:
         show_json(facts)
         return
-    versions = [f"{name or '(none)'}: {n:,}" for name, n in facts["versions"].items()]
-    if len(versions) > _MAX_VERSIONS:
-        half = _MAX_VERSIONS // 2
-        versions = [*versions[:half], f"... ({len(versions):,} versions)", *versions[-half:]]
     lines = {
         "stores": "\n".join(facts["stores"]),
         "trajectories": f"{facts['num_trajectories']:,}",
@@ -52,7 +50,7 @@ def info(paths: Paths, as_json: AsJson = False) -> None:
         "episodes": f"{facts['num_episodes']:,}",
         "size": decimal(facts["size_bytes"]),
         "formats": ", ".join(f"{name}: {n:,}" for name, n in facts["formats"].items()),
-        "versions": ", ".join(versions),
+        "versions": _told_versions(facts["versions"]),
         "first added": told(facts["first_added_at"]),
         "last added": told(facts["last_added_at"]),
         "written by": "\n".join(
@@ -69,6 +67,23 @@ def info(paths: Paths, as_json: AsJson = False) -> None:
             for c in facts["columns"]
         ],
     )
+
+
+def _told_versions(counts: dict[str, int]) -> str:
+    """The first and the last of them, and how many trajectories each has; long names in full."""
+    names = list(counts)
+    versions = [f"{name or '(none)'}: {counts[name]:,}" for name in _ends_of(names)]
+    if len(versions) < len(names):
+        more = f"... ({len(names):,} versions)"
+        versions.insert(len(versions) // 2, more)
+    is_long = sum(map(len, versions)) > _MAX_LINE
+    return ("\n" if is_long else ", ").join(versions)
+
+
+def _ends_of(names: list[str]) -> list[str]:
+    """All of them, or the first and the last of many."""
+    half = _MAX_VERSIONS // 2
+    return names if len(names) <= _MAX_VERSIONS else [*names[:half], *names[-half:]]
 
 
 def _facts_of(tables: Tables) -> dict[str, Any]:
@@ -123,7 +138,7 @@ def ls(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List trajectories, oldest first."""
+    """List trajectories, oldest first; --json has all of their columns."""
     with shown("reading") as show:
         tables = tables_of(paths, show)
         table = tables.trajectories.to_arrow()
@@ -142,11 +157,25 @@ def ls(
     if as_json:
         show_json(table.to_pylist())
         return
-    hidden = {"uuid", "file", *(() if len(tables.stores) > 1 else ("store",))}
+    hidden = _hidden(tables) - {sort and sort.removeprefix("-")}
     names = [name for name in table.schema.names if name not in hidden]
-    show_grid(names, zip(*(table[name].to_pylist() for name in names), strict=True))
+    shown_columns = {name: table[name].to_pylist() for name in names}
+    versions = shown_columns["model_weights_id"]
+    shown_columns["model_weights_id"] = [told_version(version) for version in versions]
+    show_grid(names, zip(*shown_columns.values(), strict=True))
     if table.num_rows < total:
         print(f"{total - table.num_rows:,} more; all with --limit 0")
+
+
+def _hidden(tables: Tables) -> set[str | None]:
+    """Columns that the screen has no room for: what others say, or what is alike in all."""
+    hidden: set[str | None] = {"uuid", "file", "num_samples"}
+    if len(tables.stores) == 1:
+        hidden.add("store")
+    for name in ("format", "max_episode_length"):
+        if len({getattr(entry, name) for entry, _ in tables.entries}) <= 1:
+            hidden.add(name)
+    return hidden
 
 
 def _filtered(tables: Tables, where: str) -> Any:
@@ -223,18 +252,37 @@ def stats(paths: Paths, as_json: AsJson = False) -> None:
         ["column", *names],
         [(name, *(column[n] for n in names)) for name, column in columns.items()],
     )
-    spread = [field.name for field in dataclasses.fields(Spread)]
+    shown_versions = {name: summary.versions[name] for name in _ends_of(list(summary.versions))}
+    num_more = len(summary.versions) - len(shown_versions)
+    gap_at = _MAX_VERSIONS // 2 if num_more else None
+    has_success = any(version.success_rate is not None for version in shown_versions.values())
+    print("versions")
+    show_grid(
+        ["version", "trajectories", "episodes", "open", *(["success"] if has_success else [])],
+        [
+            (
+                told_version(name),
+                *(version.num_trajectories, version.num_episodes, version.num_open),
+                *([version.success_rate] if has_success else []),
+            )
+            for name, version in shown_versions.items()
+        ],
+        gap_at,
+    )
     for what in ("returns", "lengths"):
         print(f"{what} of episodes")
         show_grid(
-            ["version", "trajectories", "episodes", "open", *spread, "success"],
+            ["version", *(field.name for field in dataclasses.fields(Spread))],
             [
-                (
-                    name or "(none)",
-                    *(version.num_trajectories, version.num_episodes, version.num_open),
-                    *dataclasses.astuple(getattr(version, what)),
-                    version.success_rate,
-                )
-                for name, version in summary.versions.items()
+                (told_version(name), *map(_rounded, dataclasses.astuple(getattr(version, what))))
+                for name, version in shown_versions.items()
             ],
+            gap_at,
         )
+    if num_more:
+        print(f"{num_more:,} more versions; --json has all")
+
+
+def _rounded(value: float | None) -> float | None:
+    """To four digits: six of these stand side by side."""
+    return None if value is None else float(f"{value:.4g}")

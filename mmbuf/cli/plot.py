@@ -21,6 +21,10 @@ _MAX_NAMED = 10  # versions in the legend
 _MIN_PIXELS = 8  # of a side of an image
 _CHANNELS = (1, 3, 4)
 _PALE = 0.3
+_HEIGHT = 1.9  # of an axis, in inches
+_FLAG_HEIGHT = 0.6
+_STRIP_WIDTH = 7.5  # of the frames side by side
+_TICKS = 0.4  # below them
 
 
 def plot(
@@ -60,33 +64,54 @@ def draw_episodes(tables: Tables) -> Any:
     flag ends are pale.
     """
     matplotlib = optional_package("matplotlib", "analysis")
-    entries = {entry.uuid: (i, entry) for i, (entry, _) in enumerate(tables.entries)}
-    versions = list(dict.fromkeys(entry.model_weights_id for _, entry in entries.values()))
-    scale = np.linspace(0, 1, len(versions))
-    colours = dict(zip(versions, matplotlib.colormaps["viridis"](scale), strict=True))
+    entries = [entry for entry, _ in tables.entries]
+    versions = list(dict.fromkeys(entry.model_weights_id for entry in entries))
+    numbers = {name: number for number, name in enumerate(versions)}
+    colours = matplotlib.colormaps["viridis"](np.linspace(0, 1, len(versions)))
+    of_entries = colours[[numbers[entry.model_weights_id] for entry in entries]]
+    places, returns, lengths, are_open = _episodes_of(tables)
+    shades = of_entries[places]
+    shades[are_open, 3] = _PALE
+    has_return = ~np.isnan(returns)
     figure, axes = _figure(["return", "length", "mean reward"])
-    points: list[list[tuple[int, float, Array]]] = [[] for _ in axes]
-    for batch in tables.episodes.batches(["uuid", "episode_return", "length", "ended_by"]):
-        uuids, returns, lengths, reasons = (column.to_pylist() for column in batch.columns)
-        place, entry = entries[uuids[0]]
-        colour = colours[entry.model_weights_id]
-        for total, length, reason in zip(returns, lengths, reasons, strict=True):
-            shade = colour * (1, 1, 1, _PALE if reason == OPEN else 1)
-            points[1].append((place, length, shade))
-            if total is not None:
-                points[0].append((place, total, shade))
-        if None not in returns:
-            points[2].append((place, sum(returns) / sum(lengths), colour))
-    for axis, found in zip(axes, points, strict=True):
-        if found:
-            x, y, shades = zip(*found, strict=True)
-            axis.scatter(x, y, s=14, c=np.stack(shades), linewidths=0)
+    _scatter(axes[0], places[has_return], returns[has_return], shades[has_return])
+    _scatter(axes[1], places, lengths, shades)
+    found = np.unique(places[has_return])
+    sums = np.bincount(places, np.where(has_return, returns, 0.0))[found]
+    _scatter(axes[2], found, sums / np.bincount(places, lengths)[found], of_entries[found])
+    axes[1].locator_params(axis="y", integer=True)
+    for axis in axes:
+        axis.set_xlim(-1, len(entries))
+        axis.tick_params(labelbottom=axis is axes[-1])
     if len(versions) <= _MAX_NAMED:
-        for name, colour in colours.items():
+        for name, colour in zip(versions, colours, strict=True):
             axes[0].scatter([], [], color=[colour], label=name or "(none)")
-        axes[0].legend(loc="best", frameon=False)
+        figure.legend(loc="outside upper left", frameon=False, ncols=2, fontsize=8)
+    else:
+        scale = matplotlib.colors.Normalize(0, len(versions) - 1)
+        bar = figure.colorbar(matplotlib.cm.ScalarMappable(scale, "viridis"), ax=axes, aspect=60)
+        bar.set_label("version, from the first to the last", fontsize=8)
+        bar.locator.set_params(integer=True)
     axes[-1].set_xlabel("trajectories, in the order of their addition")
     return figure
+
+
+def _episodes_of(tables: Tables) -> tuple[Array, Array, Array, Array]:
+    """Of each episode the place of its trajectory, return (or NaN), length, whether it is open."""
+    place_of = {entry.uuid: place for place, (entry, _) in enumerate(tables.entries)}
+    batches = list(tables.episodes.batches(["uuid", "episode_return", "length", "ended_by"]))
+    places = [place_of[uuid] for batch in batches for uuid in batch["uuid"].to_pylist()]
+    reasons = [reason for batch in batches for reason in batch["ended_by"].to_pylist()]
+    returns, lengths = (
+        np.concatenate([np.empty(0), *(b[n].to_numpy(zero_copy_only=False) for b in batches)])
+        for n in ("episode_return", "length")
+    )
+    return np.array(places, int), returns, lengths, np.array([r == OPEN for r in reasons], bool)
+
+
+def _scatter(axis: Any, x: Array, y: Array, colours: Array) -> None:
+    if len(x):
+        axis.scatter(x, y, s=14, c=colours, linewidths=0)
 
 
 def draw_steps(tables: Tables, env: int) -> Any:
@@ -111,35 +136,61 @@ def draw_steps(tables: Tables, env: int) -> Any:
         values: Array = numbers.to_numpy(zero_copy_only=False)
         return values.reshape(entry.num_steps, entry.num_envs, -1)[:, env]
 
-    figure, axes = _figure(names)
+    frames = np.unique(np.linspace(0, entry.num_steps - 1, _NUM_FRAMES).round().astype(int))
+    strips = [
+        np.concatenate([_pixels(row, column) for row in values_of(column.name)[frames]], axis=1)
+        for column in images
+    ]
+    heights = [_FLAG_HEIGHT if column.dtype == "bool" else _HEIGHT for column in lines]
+    shapes = [strip.shape for strip in strips]
+    heights += [min(_HEIGHT, _STRIP_WIDTH * high / wide) + _TICKS for high, wide, _ in shapes]
+    figure, axes = _figure(names, heights)
     steps = np.arange(entry.num_steps)
     for axis, column in zip(axes, lines, strict=False):
-        style = "steps-mid" if column.dtype == "bool" else "default"
+        is_flag = column.dtype == "bool"
         values = values_of(column.name).astype(np.float64)
-        axis.plot(steps, values, drawstyle=style, linewidth=1)
-    frames = np.unique(np.linspace(0, entry.num_steps - 1, _NUM_FRAMES).round().astype(int))
-    for axis, column in zip(axes[len(lines) :], images, strict=True):
-        pictures = [_pixels(row, column) for row in values_of(column.name)[frames]]
-        axis.imshow(np.concatenate(pictures, axis=1))
-        width = pictures[0].shape[1]
+        axis.plot(steps, values, drawstyle="steps-mid" if is_flag else "default", linewidth=1)
+        axis.set_xlim(-0.5, entry.num_steps - 0.5)
+        axis.tick_params(labelbottom=column is lines[-1])
+        if is_flag:
+            axis.set_yticks([0, 1], ["no", "yes"])
+            axis.set_ylim(-0.2, 1.2)
+            _label_beside(axis, column.name)
+    for axis, column, strip in zip(axes[len(lines) :], images, strips, strict=True):
+        axis.imshow(strip)
+        width = strip.shape[1] / len(frames)
         axis.set_xticks([(i + 0.5) * width for i in range(len(frames))], [str(t) for t in frames])
         axis.set_yticks([])
+        _label_beside(axis, column.name)
     axes[0].set_title(f"trajectory {entry.trajectory_id}, environment {env}", loc="left")
     axes[-1].set_xlabel("step")
     return figure
 
 
-def _figure(labels: list[str]) -> tuple[Any, list[Any]]:
-    """A figure of one axis below the other."""
+def _figure(labels: list[str], heights: list[float] | None = None) -> tuple[Any, list[Any]]:
+    """A figure of one axis below the other; ``heights`` in inches."""
     pictures = optional_package("matplotlib.figure", "analysis")
-    figure = pictures.Figure(figsize=(9, 0.8 + 1.9 * len(labels)), dpi=120, layout="constrained")
-    axes = list(figure.subplots(len(labels), 1, squeeze=False)[:, 0])
+    heights = heights or [_HEIGHT] * len(labels)
+    figure = pictures.Figure(figsize=(9, 0.8 + sum(heights)), dpi=120, layout="constrained")
+    ratios = {"height_ratios": heights}
+    axes = list(figure.subplots(len(labels), 1, squeeze=False, gridspec_kw=ratios)[:, 0])
     for axis, label in zip(axes, labels, strict=True):
         axis.set_ylabel(label, fontsize=8)
         axis.locator_params(axis="x", integer=True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.25)
     return figure, axes
+
+
+def _label_beside(axis: Any, name: str) -> None:
+    """Upright, where the axis is lower than its name is long."""
+    axis.set_ylabel(
+        name.replace(".", ".\n"),
+        rotation=0,
+        horizontalalignment="right",
+        verticalalignment="center",
+        fontsize=8,
+    )
 
 
 def _is_line(column: Column) -> bool:

@@ -27,6 +27,8 @@ Paths = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
+_MAX_NAME = 20
+_NAME_ENDS = 8  # of a longer one, from its beginning and from its end
 _MAX_SHOWN = 8  # numbers of a vector, and a longer one's beginning
 _WIDE_ENOUGH = 10_000  # of a screen that is none
 
@@ -74,10 +76,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def show_grid(headers: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
+def show_grid(
+    headers: Iterable[str], rows: Iterable[Sequence[Any]], gap_at: int | None = None
+) -> None:
     """Print a table on the screen: numbers to the right. Elsewhere its lines are as long as needed.
 
-    Text is shown as it is: a path may hold brackets, which would read as markup.
+    ``gap_at`` is where rows were left out. Text is shown as it is: a path may hold brackets, which
+    would read as markup.
     """
     cells = [list(row) for row in rows]
     grid = Grid()
@@ -85,7 +90,9 @@ def show_grid(headers: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
         column = [row[position] for row in cells if row[position] is not None]
         is_number = bool(column) and all(isinstance(value, (int, float)) for value in column)
         grid.add_column(header, justify="right" if is_number else "left", overflow="fold")
-    for row in cells:
+    for position, row in enumerate(cells):
+        if position == gap_at:
+            grid.add_row("...")
         grid.add_row(*map(told, row))
     console().print(grid)
 
@@ -93,6 +100,14 @@ def show_grid(headers: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
 def console() -> Console:
     width = None if sys.stdout.isatty() else _WIDE_ENOUGH
     return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def told_version(model_weights_id: str) -> str:
+    """The name of a version in few characters; ``--json`` has all of it."""
+    name = model_weights_id or "(none)"
+    if len(name) <= _MAX_NAME:
+        return name
+    return f"{name[:_NAME_ENDS]}...{name[-_NAME_ENDS:]}"
 
 
 def told(value: Any) -> str:

@@ -33,7 +33,10 @@ def merge(
     target: Target,
     order: Annotated[
         str,
-        typer.Option(help="interleaved: by their ids; appended: one source after the other."),
+        typer.Option(
+            help="interleaved: by their ids; appended: one source after the other; "
+            "added: by their times of addition."
+        ),
     ] = "interleaved",
     trajectory_format: OptionalFormat = None,
     as_json: AsJson = False,

@@ -189,6 +189,7 @@ def _disk_bytes_of(item: Item) -> int:
 def _grid_of(facts: dict[str, Any]) -> Grid:
     window, returns = facts["window"], facts["returns"]
     writers = [f"process {w['pid']} on {w['host']}" for w in facts["writers"].values()]
+    stores = "1 store" if facts["num_stores"] == 1 else f"{facts['num_stores']:,} stores"
     grid = Grid(title="\n".join(facts["paths"]), show_header=False, min_width=60)
     grid.add_column()
     grid.add_column(justify="right")
@@ -199,9 +200,9 @@ def _grid_of(facts: dict[str, Any]) -> Grid:
         (
             "window",
             f"{window['num_trajectories']:,}",
-            f"{window['num_rows']:,} rows, the oldest of {_told_age(window['age_s'])}",
+            f"{window['num_rows']:,} rows, the oldest added {_told_age(window['age_s'])}",
         ),
-        ("disk", decimal(facts["disk_bytes"]), f"in {facts['num_stores']:,} stores"),
+        ("disk", decimal(facts["disk_bytes"]), f"in {stores}"),
         ("last add", _told_age(facts["last_add_age_s"]), f"version {facts['version'] or '(none)'}"),
         (
             "return",
@@ -218,4 +219,9 @@ def _grid_of(facts: dict[str, Any]) -> Grid:
 
 
 def _told_age(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:,.1f} s ago"
+    if seconds is None:
+        return "-"
+    for unit, length_s in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:,.1f} {unit} ago"
+    return f"{seconds:,.1f} s ago"
