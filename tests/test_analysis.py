@@ -5,10 +5,12 @@ The small stores are computed by hand; what is random is held against plain loop
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,18 @@ import pyarrow.compute as pc
 import pytest
 import torch
 from data import DTYPES, contents_of, every_dtype, names_of, opened, run_python, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mmbuf import CorruptError, MmbufError, SchemaError, TrajectoryReplayBuffer, storage
+from mmbuf import CorruptError, MmbufError, SchemaError, TrajectoryReplayBuffer, storage, vm
 from mmbuf.analysis import ColumnSummary, Spread, Tables, VersionSummary, summarize
 from mmbuf.analysis.rows import TrajectoryRows
 from mmbuf.formats import native
+from mmbuf.index import TrajectoryIndex
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FORMATS = list(storage.FORMATS)
+KIB = 1 << 10
 by_format = pytest.mark.parametrize("trajectory_format", FORMATS)
 
 
@@ -264,7 +270,7 @@ def test_text_comes_as_strings(tmp_path: Path, trajectory_format: str) -> None:
     assert tables.connect().sql("select text from steps").fetchall() == [(s,) for s in expected]
 
 
-def test_text_of_many_trajectories_has_one_table_of_strings_each(tmp_path: Path) -> None:
+def test_text_of_many_trajectories_is_that_of_each(tmp_path: Path) -> None:
     tables = Tables(store(tmp_path / "store", *map(trajectory, range(5))))
     expected = [f"task {(i + b) % 5}" for i in range(5) for _ in range(4) for b in range(3)]
     assert tables.steps.to_pandas()["curr_obs.task"].tolist() == expected
@@ -290,6 +296,14 @@ def test_wide_columns_are_there_only_if_they_are_named(tmp_path: Path) -> None:
     assert len(tables.connect().sql("select * from steps").columns) == 6
     sums = tables.connect(wide=["image"]).sql("select list_sum(image) from steps").fetchall()
     assert sums == [(sum(range(65)),), (sum(range(65, 130)),)]
+
+
+def test_a_part_of_the_tables_goes_to_another_process(tmp_path: Path) -> None:
+    tables = Tables(store(tmp_path / "store", *(trajectory(i) for i in range(5))))
+    part = pickle.loads(pickle.dumps(tables.part(1, 3)))
+    assert part.trajectories.to_arrow()["trajectory_id"].to_pylist() == [1, 2]
+    assert part.steps.to_arrow().to_pylist() == tables.steps.to_arrow().to_pylist()[12:36]
+    assert len(tables.part(4, 9)) == 1
 
 
 def test_columns_come_in_the_order_asked_for(tmp_path: Path) -> None:
@@ -383,8 +397,9 @@ def test_nothing_is_written_and_the_writer_goes_on(tmp_path: Path) -> None:
 
 @by_format
 def test_trajectories_that_the_writer_clears_meanwhile_are_passed_over(
-    tmp_path: Path, trajectory_format: str
+    tmp_path: Path, trajectory_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mmbuf.analysis.tables._BLOCK", 1)
     with opened(tmp_path / "store", trajectory_format=trajectory_format) as buffer:
         buffer.add_trajectories([by_hand()] * 3)
         buffer.flush()
@@ -394,6 +409,26 @@ def test_trajectories_that_the_writer_clears_meanwhile_are_passed_over(
         buffer.clear()
         assert list(batches) == []
         assert first["rewards"].to_pylist() == [1, 10, 2, 20, 3, 30, 4, 40]
+
+
+def test_trajectories_that_are_removed_meanwhile_are_in_no_batch(tmp_path: Path) -> None:
+    path = store(tmp_path / "store", *[by_hand()] * 4)
+    told = []
+
+    def remove(done: int, total: int) -> None:
+        told.append((done, total))
+        if done == 1:
+            with contextlib.closing(TrajectoryIndex(str(path))) as writer:
+                writer.drop([1, 2])
+                writer.remove_dead_files()
+
+    tables = Tables(path, on_progress=remove)
+    (batch,) = tables.episodes.batches(["trajectory_id", "episode_return"])
+    assert batch.to_pydict() == {
+        "trajectory_id": [0] * 4 + [3] * 4,
+        "episode_return": [3, 7, 60, 40] * 2,
+    }
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_a_file_that_is_gone_and_still_listed_is_an_error(tmp_path: Path) -> None:
@@ -457,13 +492,13 @@ def test_a_query_reads_the_columns_that_it_speaks_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = Tables(store(tmp_path / "store", trajectory(0), trajectory(1)))
-    really, read = TrajectoryRows.array, []
+    really, read = TrajectoryRows.read, []
 
-    def note(rows: TrajectoryRows, position: int) -> Any:
-        read.append(rows.schema.columns[position].name)
-        return really(rows, position)
+    def note(rows: TrajectoryRows, positions: Sequence[int]) -> Any:
+        read.extend(rows.schema.columns[position].name for position in positions)
+        return really(rows, positions)
 
-    monkeypatch.setattr(TrajectoryRows, "array", note)
+    monkeypatch.setattr(TrajectoryRows, "read", note)
     # Row t, b of trajectory i has the reward i + t + b, and b in its states.
     query = 'select sum(rewards) from steps where "curr_obs.states"[3] = 1'
     assert tables.connect().sql(query).fetchall() == [((1 + 2 + 3 + 4) + (2 + 3 + 4 + 5),)]
@@ -502,31 +537,93 @@ def test_pandas_and_polars_have_the_same_episodes(tmp_path: Path) -> None:
     assert frame["ended_by"].tolist() == polars["ended_by"].to_list() == ENDED_BY
 
 
-def test_batches_come_one_file_at_a_time(tmp_path: Path, opened_files: list[str]) -> None:
-    path = store(tmp_path / "store", *map(trajectory, range(3)))
+def test_a_batch_opens_no_more_files_than_it_needs(
+    tmp_path: Path, opened_files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmbuf.analysis.tables._BLOCK", 2)
+    path = store(tmp_path / "store", *map(trajectory, range(5)))
     tables = Tables(path)
     del opened_files[:]
     batches = tables.steps.batches()
-    assert next(batches).num_rows == 12
-    assert opened_files == ["trajectory_0_.arrow"]
-    assert [batch["trajectory_id"][0].as_py() for batch in batches] == [1, 2]
+    assert next(batches)["trajectory_id"].to_pylist() == [0] * 12 + [1] * 12
+    assert opened_files == ["trajectory_0_.arrow", "trajectory_1_.arrow"]
+    assert [batch["trajectory_id"][0].as_py() for batch in batches] == [2, 4]
     assert opened_files == names_of(path)
+
+
+def test_a_batch_is_of_trajectories_that_are_small_together(tmp_path: Path) -> None:
+    sizes = [1000, 1000, 2096, 1, 4096, 5000, 8]
+    path = store(tmp_path / "store", *({"rewards": torch.zeros(size, 1)} for size in sizes))
+    tables = Tables(path)
+    # 16 KiB of them are mapped (`conftest`).
+    batches = list(tables.steps.batches(["rewards"]))
+    assert [batch.num_rows for batch in batches] == [4096, 1, 4096, 5000, 8]
+    (batch,) = tables.steps.batches(["t"])
+    assert batch.num_rows == sum(sizes)
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Trajectories of like columns and all shapes, text and left-out steps among them."""
+    seed = draw(st.integers(0, 1 << 30))
+    rng = np.random.default_rng(seed)
+    names = draw(st.sets(st.sampled_from(["dones", "terminations", "truncations"])))
+    num_rewards = draw(st.sampled_from([0, 1, 3]))
+    shapes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=6))
+    return [
+        {
+            "actions": rng.random((*shape, 2), np.float32),
+            "curr_obs": {
+                "task": [[f"task {n}" for n in step] for step in rng.integers(0, 4, shape)],
+                "is_success": rng.random(shape) < 0.2,
+            },
+            **{name: rng.random((shape[0] + 1, shape[1])) < 0.3 for name in sorted(names)},
+            **({"rewards": rng.normal(size=(*shape, num_rewards))} if num_rewards else {}),
+        }
+        for shape in shapes
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(stores(), st.sampled_from([1, 2, 3, 4096]), st.sampled_from([64, 256, 16 * KIB]))
+def test_tables_are_those_of_each_trajectory_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+    added: list[dict[str, Any]],
+    max_trajectories: int,
+    max_bytes: int,
+) -> None:
+    tables = Tables(store(tmp_path_factory.mktemp("blocks") / "store", *added))
+    for name in ("steps", "episodes"):
+        alone = [
+            row
+            for entry, _ in tables.entries
+            for row in getattr(tables.only(entry.uuid), name).to_arrow().to_pylist()
+        ]
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr("mmbuf.analysis.tables._BLOCK", max_trajectories)
+            monkeypatch.setattr(vm, "MAP_THRESHOLD", max_bytes)
+            table = getattr(tables, name)
+            assert table.to_arrow().to_pylist() == alone
+            for column in table.columns:
+                found = table.to_arrow([column])[column].to_pylist()
+                assert found == [row[column] for row in alone]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("trajectory_format", ["arrow", "npy"])
 def test_wide_columns_are_views_of_the_file(tmp_path: Path, trajectory_format: str) -> None:
-    fields = trajectory(0, image=(64, 64))
-    path = store(tmp_path / "store", fields, trajectory_format=trajectory_format)
-    batch = next(Tables(path).steps.batches(["curr_obs.image"]))
-    address = batch.column(0).values.buffers()[1].address
+    added = [trajectory(i, image=(64, 64)) for i in range(2)]
+    path = store(tmp_path / "store", *added, trajectory_format=trajectory_format)
+    batches = list(Tables(path).steps.batches(["curr_obs.image"]))
     maps = Path("/proc/self/maps").read_text().splitlines()
     ranges = [
         (line.split("-")[0], line.split()[0].split("-")[1]) for line in maps if str(path) in line
     ]
-    assert any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
-    image = batch.column(0).values.to_numpy().reshape(4, 3, 64, 64)
-    assert np.array_equal(image, fields["curr_obs"]["image"].numpy())
+    for batch, fields in zip(batches, added, strict=True):
+        address = batch.column(0).values.buffers()[1].address
+        assert any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+        image = batch.column(0).values.to_numpy().reshape(4, 3, 64, 64)
+        assert np.array_equal(image, fields["curr_obs"]["image"].numpy())
 
 
 def test_batches_stay_good_when_the_file_is_gone(tmp_path: Path) -> None:

@@ -598,6 +598,30 @@ def test_a_part_outside_of_the_file_is_refused_before_it_is_mapped(
         pass
 
 
+def test_a_file_is_refused_also_behind_one_like_it_that_holds(small: Written) -> None:
+    first, *others = small.entry.parts
+    wider = [dataclasses.replace(small.schema.columns[0], row_shape=(1 << 20,))]
+    wrong = [
+        (dataclasses.replace(small.entry, shape=(5, 3)), small.schema),
+        (
+            dataclasses.replace(
+                small.entry, parts=(first._replace(offset=small.entry.size_bytes), *others)
+            ),
+            small.schema,
+        ),
+        (small.entry, Schema([*wider, *small.schema.columns[1:]])),
+    ]
+    for entry, schema in wrong:
+        with opened(small, is_checked=False):
+            pass
+        for _ in range(2):
+            with (
+                pytest.raises(CorruptError, match="expected its part inside the file"),
+                arrow.opened(small.path, entry, schema, is_checked=False),
+            ):
+                pass
+
+
 def _with_header(file: Written, old: str, new: str) -> None:
     data = file.data
     assert data.count(old.encode()) == 2

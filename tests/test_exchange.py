@@ -122,6 +122,7 @@ def test_trajectories_share_row_groups_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = store(tmp_path / "store", 9)
+    monkeypatch.setattr("mmbuf.analysis.tables._BLOCK", 1)
     monkeypatch.setattr(target, "_BLOCK_ROWS", 40)
     to_parquet(Tables(path), tmp_path / "rows")
     file = pq.ParquetFile(tmp_path / "rows" / "steps.parquet")

@@ -1,7 +1,8 @@
-"""Episodes: where the episodes of one trajectory begin and end, and what they earned.
+"""Episodes: where the episodes of trajectories begin and end, and what they earned.
 
 An episode ends where ``dones`` (``terminations`` or ``truncations`` where there is no ``dones``) is
-set and at the trajectory's end. Episodes are in the order of their environments, then of time.
+set and at the trajectory's end. Those of a trajectory are in the order of their environments, then
+of time.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from mmbuf.analysis.rows import TrajectoryRows
-from mmbuf.sampling.episodes import DONES, TERMINATIONS, TRUNCATIONS, end_flags
+from mmbuf.analysis.rows import Rows
+from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS, end_flags
 from mmbuf.schema import Array, Path, Schema
 
 TERMINATION, TRUNCATION, DONE, OPEN = "termination", "truncation", "done", "open"
@@ -26,67 +27,75 @@ def success_path(schema: Schema | None) -> Path | None:
     return next((c.path for c in columns if c.path[-1] == SUCCESS and not c.is_text), None)
 
 
+def end_paths(schema: Schema | None) -> list[Path]:
+    """The columns that say where an episode ends."""
+    columns = () if schema is None else schema.columns
+    return end_flags({column.path for column in columns if not column.is_text})
+
+
 def has_flags(schema: Schema) -> bool:
     """Whether any column says where an episode ends."""
-    return any(c.path in (DONES, TERMINATIONS, TRUNCATIONS) for c in schema.columns)
+    return bool(end_paths(schema))
 
 
 class Episodes:
-    """The episodes of one trajectory; arrays ``[episodes]`` but for `numbers`, ``[N]``.
+    """The episodes of some trajectories; arrays ``[episodes]`` but for `numbers`, ``[N]``.
 
     Columns are read when they are first needed.
     """
 
-    def __init__(self, rows: TrajectoryRows) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self._flags: dict[Path, Array | None] = {}
-        self._num_steps, self._num_envs = rows.entry.num_steps, rows.entry.num_envs
         self._positions = {
             column.path: i for i, column in enumerate(rows.schema.columns) if not column.is_text
         }
 
     def __len__(self) -> int:
-        return len(self.envs)
+        return len(self._last)
 
-    def _side_by_side(self, path: Path) -> Array | None:
-        """A column's numbers ``[B * T, V]``, the steps of each environment side by side."""
-        if path not in self._positions:
-            return None
-        values = self.rows.values(self._positions[path])
-        steps_first = values.reshape(self._num_steps, self._num_envs, -1)
-        side_by_side: Array = steps_first.swapaxes(0, 1).reshape(len(values), -1)
-        return side_by_side
+    def _values(self, path: Path) -> Array | None:
+        """A column's numbers ``[N, V]``."""
+        return self.rows.values(self._positions[path]) if path in self._positions else None
+
+    def _side_by_side(self, values: Array) -> Array:
+        """``values [N]`` with the steps of each environment side by side."""
+        found = np.empty_like(values)
+        found[self.rows.grid.places] = values
+        return found
 
     def _is_set(self, path: Path) -> Array | None:
-        """Where a flag is set, bool ``[B * T]``; each is read once."""
+        """Where a flag is set, bool ``[N]``, side by side; each is read once."""
         if path not in self._flags:
-            values = self._side_by_side(path)
-            self._flags[path] = None if values is None else np.asarray(values.any(axis=1))
+            values = self._values(path)
+            is_set = None if values is None else np.asarray(values.any(axis=1))
+            self._flags[path] = None if is_set is None else self._side_by_side(is_set)
         return self._flags[path]
 
     @cached_property
     def _ends(self) -> Array:
-        """Where an episode ends, bool ``[B, T]``."""
-        is_end = np.zeros(self._num_envs * self._num_steps, np.bool_)
-        for path in end_flags(self._positions.keys()):
+        """Where an episode ends, bool ``[N]``, side by side."""
+        is_end = np.zeros(self.rows.num_rows, np.bool_)
+        for path in end_paths(self.rows.schema):
             flags = self._is_set(path)
             if flags is not None:
                 is_end |= flags
-        return is_end.reshape(self._num_envs, self._num_steps)
+        return is_end
 
     @cached_property
     def numbers(self) -> Array:
         """Of each row the number of its episode among those of its environment, int32."""
-        ends = self._ends
-        numbers: Array = (ends.cumsum(axis=1) - ends).astype(np.int32).T.reshape(-1)
-        return numbers
+        num_before = self._ends.cumsum() - self._ends
+        grid = self.rows.grid
+        first_of_env = grid.places - grid.steps
+        numbers: Array = num_before[grid.places] - num_before[first_of_env]
+        return numbers.astype(np.int32)
 
     @cached_property
     def _last(self) -> Array:
-        """The places of their last steps among ``B * T``."""
-        is_last = self._ends.copy()
-        is_last[:, -1] = True
-        places: Array = is_last.reshape(-1).nonzero()[0]
+        """The places of their last steps, side by side."""
+        is_last = self._ends | self._side_by_side(self.rows.grid.is_last)
+        places: Array = is_last.nonzero()[0]
         return places
 
     @cached_property
@@ -94,12 +103,23 @@ class Episodes:
         return np.concatenate([[0], self._last[:-1] + 1])
 
     @cached_property
+    def _first_rows(self) -> Array:
+        """The rows of their first steps."""
+        rows = self._side_by_side(np.arange(self.rows.num_rows))
+        return rows[self._first]
+
+    @cached_property
+    def owners(self) -> Array:
+        """The place of the trajectory of each among the entries of the rows."""
+        return self.rows.owners[self._first_rows]
+
+    @cached_property
     def envs(self) -> Array:
-        return (self._first // self._num_steps).astype(np.int32)
+        return self.rows.grid.envs[self._first_rows].astype(np.int32)
 
     @cached_property
     def start_steps(self) -> Array:
-        return (self._first % self._num_steps).astype(np.int32)
+        return self.rows.grid.steps[self._first_rows].astype(np.int32)
 
     @cached_property
     def lengths(self) -> Array:
@@ -113,17 +133,17 @@ class Episodes:
     @property
     def ordinals(self) -> Array:
         """The number of each among those of its environment: as `numbers`."""
-        first_of_env = np.searchsorted(self.envs, self.envs)
-        return (np.arange(len(self)) - first_of_env).astype(np.int32)
+        return self.numbers[self._first_rows]
 
     @cached_property
     def returns(self) -> Array | None:
         """The sum of all rewards, float64; None where there are no rewards."""
-        rewards = self._side_by_side(REWARDS)
+        rewards = self._values(REWARDS)
         if rewards is None:
             return None
         with np.errstate(invalid="ignore"):  # of infinite ones
-            totals: Array = np.add.reduceat(rewards.sum(axis=1, dtype=np.float64), self._first)
+            sums = self._side_by_side(rewards.sum(axis=1, dtype=np.float64))
+            totals: Array = np.add.reduceat(sums, self._first)
         return totals
 
     @cached_property
@@ -143,7 +163,7 @@ class Episodes:
             None if (flags := self._is_set(path)) is None else flags[self._last]
             for path in (TERMINATIONS, TRUNCATIONS)
         )
-        is_open = ~self._ends.reshape(-1)[self._last]
+        is_open = ~self._ends[self._last]
         names = np.full(len(self), DONE, object)
         # Of two flags that are one without the other, what is not the one is the other.
         if truncations is not None:

@@ -123,7 +123,7 @@ class _Version:
     def add(self, episodes: Episodes) -> None:
         is_open = episodes.ended_by == OPEN
         self.num_trajectories += 1
-        self.num_rows += episodes.rows.entry.num_samples
+        self.num_rows += episodes.rows.num_rows
         self.num_episodes += len(episodes)
         self.num_open += int(is_open.sum())
         counted = ~is_open if has_flags(episodes.rows.schema) else np.ones_like(is_open)

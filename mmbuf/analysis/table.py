@@ -36,11 +36,11 @@ class Table:
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """Record batches, one after the other: memory for one, if no more are kept."""
-        return self._scan(self._checked(columns))
+        return self._scan(self.checked(columns))
 
     def to_arrow(self, columns: Sequence[str] | None = None) -> pa.Table:
         """All of it as a ``pyarrow.Table``; views of the files where columns allow it."""
-        names = self._checked(columns)
+        names = self.checked(columns)
         return pa.Table.from_batches(self._scan(names), _picked(self.schema, names))
 
     def to_pandas(self, columns: Sequence[str] | None = None) -> Any:
@@ -58,11 +58,12 @@ class Table:
         In bounded memory, and as often as it is asked. ``wide`` columns are there only if they are
         named here.
         """
-        kept = {*self.columns, *self._checked(list(wide))}
+        kept = {*self.columns, *self.checked(list(wide))}
         schema = _picked(self.schema, [n for n in self.schema.names if n in kept])
         connection.register(name, _Dataset(self, schema))
 
-    def _checked(self, columns: Sequence[str] | None) -> list[str]:
+    def checked(self, columns: Sequence[str] | None) -> list[str]:
+        """Names of columns as all methods take them, without reading anything."""
         if columns is None:
             return self.columns
         if isinstance(columns, str):

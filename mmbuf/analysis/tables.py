@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
-from mmbuf import storage
-from mmbuf.analysis.episodes import Episodes, success_path
-from mmbuf.analysis.rows import TrajectoryRows, field_of, is_wide
+from mmbuf import storage, vm
+from mmbuf.analysis.episodes import REWARDS, Episodes, end_paths, success_path
+from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.files import absolute
 from mmbuf.packages import optional_package
-from mmbuf.schema import Array, Schema
+from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS
+from mmbuf.schema import Array, Path, Schema
 from mmbuf.stores import Stores
 from mmbuf.transfer import Directory
 from mmbuf.window import Item
@@ -38,10 +38,16 @@ from mmbuf.window import Item
 _Read = TypeVar("_Read")
 _Kind = Any  # of Arrow
 
-# The columns of a table, by name: their type, and what makes them of one trajectory.
-_Columns = dict[str, tuple[_Kind, Callable[[Episodes], Any]]]
+_BLOCK = 4096  # trajectories in one record batch at the most
+_REASONS = [TERMINATIONS, TRUNCATIONS]
 
-_BLOCK = 4096  # trajectories in one record batch of their own table
+
+class _Column(NamedTuple):
+    """A column of a table: its type, and what makes it, of which columns of the store."""
+
+    kind: _Kind
+    make: Callable[[Episodes], Any]
+    paths: Sequence[Path] = ()
 
 
 class Tables:
@@ -107,8 +113,15 @@ class Tables:
                 f"trajectory {trajectory_id}: expected the id or uuid of one trajectory, "
                 f"got one of {len(found)}."
             )
+        return self._of(found)
+
+    def part(self, start: int, stop: int) -> Tables:
+        """The tables of the trajectories in the places ``[start, stop)``. It can be pickled."""
+        return self._of(self._items[start:stop])
+
+    def _of(self, items: list[Item]) -> Tables:
         part = copy.copy(self)
-        part._items = found
+        part._items = items
         return part
 
     @property
@@ -118,12 +131,13 @@ class Tables:
         ``trajectory_id``, ``uuid``, ``t``, ``env``, ``episode`` (the number of its episode among
         those of this environment in this trajectory), of several stores ``store``. A column of the
         store that has such a name is called ``name_``. Types as in `analysis.rows`; columns of more
-        than 64 numbers a row are wide, and there only if they are named. A batch per trajectory.
+        than 64 numbers a row are wide, and there only if they are named. A batch is of one
+        trajectory, or of several small ones: of at most 64 KiB in each column.
         """
-        columns = self._identity() | {
-            "t": (pa.int32(), lambda of: _steps(of.rows.entry)),
-            "env": (pa.int32(), lambda of: _envs(of.rows.entry)),
-            "episode": (pa.int32(), lambda of: of.numbers),
+        columns = self._identity(lambda of: of.rows.owners) | {
+            "t": _Column(pa.int32(), lambda of: of.rows.grid.steps),
+            "env": _Column(pa.int32(), lambda of: of.rows.grid.envs),
+            "episode": _Column(pa.int32(), lambda of: of.numbers, end_paths(self.schema)),
         }
         wide = []
         for position, column in enumerate(self.schema.columns if self.schema else ()):
@@ -132,33 +146,35 @@ class Tables:
             name = column.name
             while name in columns:
                 name += "_"
-            columns[name] = (field_of(column).type, partial(_array, position))
+            make = partial(_array, position)
+            columns[name] = _Column(field_of(column).type, make, [column.path])
             if is_wide(column):
                 wide.append(name)
-        return self._table(columns, wide, lambda of: of.rows.entry.num_samples)
+        return self._table(columns, wide)
 
     @property
     def episodes(self) -> Table:
-        """One row per episode, of each trajectory by environment and time. A batch per trajectory.
+        """One row per episode, of each trajectory by environment and time.
 
         ``trajectory_id``, ``uuid``, ``env``, ``episode`` as in `steps`; ``start_step`` to
         ``end_step`` (half-open) and ``length``; ``episode_return``, the sum of all ``rewards``,
         null where there are none; ``ended_by``: "termination", "truncation", "open" at the
         trajectory's end, or "done" where the flags do not say which. ``is_success``: whether the
-        column of that name is set in any step, where there is one.
+        column of that name is set in any step, where there is one. Batches as those of `steps`.
         """
-        columns = self._identity() | {
-            "env": (pa.int32(), lambda of: of.envs),
-            "episode": (pa.int32(), lambda of: of.ordinals),
-            "start_step": (pa.int32(), lambda of: of.start_steps),
-            "end_step": (pa.int32(), lambda of: of.end_steps),
-            "length": (pa.int32(), lambda of: of.lengths),
-            "episode_return": (pa.float64(), lambda of: of.returns),
-            "ended_by": (pa.utf8(), lambda of: of.ended_by),
+        columns = self._identity(lambda of: of.owners) | {
+            "env": _Column(pa.int32(), lambda of: of.envs),
+            "episode": _Column(pa.int32(), lambda of: of.ordinals),
+            "start_step": _Column(pa.int32(), lambda of: of.start_steps),
+            "end_step": _Column(pa.int32(), lambda of: of.end_steps),
+            "length": _Column(pa.int32(), lambda of: of.lengths),
+            "episode_return": _Column(pa.float64(), _returns, [REWARDS]),
+            "ended_by": _Column(pa.utf8(), lambda of: of.ended_by, _REASONS),
         }
-        if success_path(self.schema) is not None:
-            columns["is_success"] = (pa.bool_(), lambda of: of.successes)
-        return self._table(columns, (), len)
+        success = success_path(self.schema)
+        if success is not None:
+            columns["is_success"] = _Column(pa.bool_(), lambda of: of.successes, [success])
+        return self._table(columns, (), end_paths(self.schema))
 
     @property
     def trajectories(self) -> Table:
@@ -182,7 +198,13 @@ class Tables:
 
         Trajectories that are gone from their store by then are passed over.
         """
-        for done, item in enumerate(self._items, 1):
+        return self._read_some(read, enumerate(self._items, 1))
+
+    def _read_some(
+        self, read: Callable[[TrajectoryRows], _Read], numbered: Iterable[tuple[int, Item]]
+    ) -> Iterator[_Read]:
+        """As `read_each`, of some trajectories, with their numbers from 1."""
+        for done, item in numbered:
             _, entry, directory = item
             assert self.schema is not None
             try:
@@ -201,31 +223,51 @@ class Tables:
         key, entry, _ = item
         return any(key == k and entry.uuid == e.uuid for k, e, _ in self._open()[1])
 
-    def _identity(self) -> _Columns:
-        columns: _Columns = {
-            "trajectory_id": (pa.int64(), lambda of: of.rows.entry.trajectory_id),
-            "uuid": (pa.utf8(), lambda of: of.rows.entry.uuid),
+    def _identity(self, owners: Callable[[Episodes], Array]) -> dict[str, _Column]:
+        """What all rows of a trajectory share; ``owners`` are the places of their trajectories."""
+
+        def column(kind: _Kind, values_of: Callable[[Rows], Sequence[Any]]) -> _Column:
+            return _Column(kind, lambda of: pa.array(values_of(of.rows), kind).take(owners(of)))
+
+        columns = {
+            "trajectory_id": column(
+                pa.int64(), lambda rows: [e.trajectory_id for e in rows.entries]
+            ),
+            "uuid": column(pa.utf8(), lambda rows: [e.uuid for e in rows.entries]),
         }
         if self._has_stores:
-            columns["store"] = (pa.utf8(), lambda of: of.rows.directory)
+            columns["store"] = column(pa.utf8(), lambda rows: rows.directories)
         return columns
 
     def _table(
-        self, columns: _Columns, wide: Iterable[str], count: Callable[[Episodes], int]
+        self, columns: dict[str, _Column], wide: Iterable[str], always: Sequence[Path] = ()
     ) -> Table:
-        """``count`` says how many rows there are of a trajectory."""
-        schema = pa.schema([pa.field(name, kind) for name, (kind, _) in columns.items()])
+        """``always`` are columns of the store that each of them is made of."""
+        schema = pa.schema([pa.field(name, column.kind) for name, column in columns.items()])
 
-        def read(names: Sequence[str], rows: TrajectoryRows) -> pa.RecordBatch:
-            of = Episodes(rows)
-            made = [columns[name][1](of) for name in names]
-            arrays = [
-                _as_array(values, columns[name][0], count(of))
-                for name, values in zip(names, made, strict=True)
-            ]
-            return pa.record_batch(arrays, schema=pa.schema([schema.field(n) for n in names]))
+        def scan(names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+            made = [columns[name] for name in names]
+            kinds = pa.schema([schema.field(name) for name in names])
+            for rows in self._blocks({*always}.union(*(column.paths for column in made))):
+                of = Episodes(rows)
+                arrays = [_as_array(column.make(of), column.kind) for column in made]
+                yield pa.record_batch(arrays, schema=kinds)
 
-        return Table(schema, wide, lambda names: self.read_each(partial(read, names)))
+        return Table(schema, wide, scan)
+
+    def _blocks(self, paths: Set[Path]) -> Iterator[BlockRows]:
+        """The rows of these columns, where there are such: those of small trajectories together."""
+        if self.schema is None:
+            return
+        columns = self.schema.columns
+        positions = [i for i, column in enumerate(columns) if column.path in paths]
+        row_bytes = max((columns[i].row_bytes for i in positions), default=0)
+        # None is mapped of a trajectory that shares its block: so no mapped column is copied.
+        max_rows = vm.MAP_THRESHOLD // max(1, row_bytes)
+        for numbered in _together(self._items, max_rows):
+            pieces = list(self._read_some(lambda rows: rows.read(positions), numbered))
+            if pieces:
+                yield BlockRows(self.schema, positions, pieces)
 
     def _scan_trajectories(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         items = iter(self._items)
@@ -259,22 +301,28 @@ def _facts_of(entry: Entry, directory: str) -> dict[str, Any]:
     return facts | {"store": directory, "added_at": added_at}
 
 
-def _steps(entry: Entry) -> Array:
-    return np.repeat(np.arange(entry.num_steps, dtype=np.int32), entry.num_envs)
-
-
-def _envs(entry: Entry) -> Array:
-    return np.tile(np.arange(entry.num_envs, dtype=np.int32), entry.num_steps)
+def _together(items: Iterable[Item], max_rows: int) -> Iterator[list[tuple[int, Item]]]:
+    """Items and their numbers, from 1: one after the other as many as have ``max_rows``, or one."""
+    block: list[tuple[int, Item]] = []
+    num_rows = 0
+    for number, item in enumerate(items, 1):
+        num_samples = item[1].num_samples
+        if block and (num_rows + num_samples > max_rows or len(block) == _BLOCK):
+            yield block
+            block, num_rows = [], 0
+        block.append((number, item))
+        num_rows += num_samples
+    if block:
+        yield block
 
 
 def _array(position: int, of: Episodes) -> pa.Array:
     return of.rows.array(position)
 
 
-def _as_array(values: Any, kind: _Kind, count: int) -> pa.Array:
-    """A column as it was made: Arrow's own, NumPy's, None, or one value for all."""
-    if isinstance(values, pa.Array):
-        return values
-    if isinstance(values, np.ndarray):
-        return pa.array(values, kind)
-    return pa.repeat(pa.scalar(values, kind), count)
+def _returns(of: Episodes) -> Any:
+    return pa.nulls(len(of), pa.float64()) if of.returns is None else of.returns
+
+
+def _as_array(values: Any, kind: _Kind) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, kind)

@@ -27,7 +27,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -112,6 +112,10 @@ def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iter
 class Source:
     """One file, open for reading. Its columns can be mapped."""
 
+    # Of the last file that held. Most files have that of the one before, and need no second look:
+    # looking at each part takes as long as to open a file and to read a column.
+    _last_layout: ClassVar[tuple[object, ...]] = ()
+
     def __init__(self, fd: int, path: str, entry: Entry, schema: Schema) -> None:
         self._fd = fd
         self._path = path
@@ -134,11 +138,13 @@ class Source:
             raise CorruptError(
                 path, f"expected trajectory {entry.uuid} in the header, got another one's."
             )
-        for column, part in zip(self._schema.columns, entry.parts, strict=True):
-            if not _is_within(part, column, entry.num_samples, size):
-                raise CorruptError(
-                    path, f"column {column.name!r}: expected its part inside the file, got {part}."
-                )
+        layout = (entry.parts, self._schema, entry.num_samples, size)
+        if layout != Source._last_layout:
+            for column, part in zip(self._schema.columns, entry.parts, strict=True):
+                if not _is_within(part, column, entry.num_samples, size):
+                    what = f"column {column.name!r}: expected its part inside the file, got {part}."
+                    raise CorruptError(path, what)
+        Source._last_layout = layout
 
     def location(self, position: int) -> tuple[int, int]:
         """The descriptor and byte offset at which a column's rows begin, to be mapped."""
