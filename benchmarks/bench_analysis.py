@@ -7,7 +7,7 @@ returns  the return of each episode, from `Tables.episodes`
 
 each in at most 1/50 of the time of loading all, with less than 200 MB of memory above what the
 process had before, and reading nothing but the columns used, the index and the head of each file,
-its first 4 KiB, by which it is known (returns: rewards and the three flags of an end).
+its first 4 KiB, by which it is known (returns: rewards and dones).
 
 A store is opened anew for each answer; the trajectories are in the page cache, or not at all
 ("cold": the disk reads whole pages). `torch.load` reads 100 files, one after the other, and its
@@ -40,8 +40,7 @@ CASES = ("means", "returns")
 SHAPE = (25, 4)
 NUM_ROWS = SHAPE[0] * SHAPE[1]
 DONES = ("dones",)
-FLAGS = (DONES, ("terminations",), ("truncations",))
-USED = {"means": (peers.ROW_NUMBER,), "returns": (peers.ROW_NUMBER, *FLAGS)}
+USED = {"means": (peers.ROW_NUMBER,), "returns": (peers.ROW_NUMBER, DONES)}
 HEAD_BYTES = 4 << 10
 
 Answer = Callable[[], np.ndarray]

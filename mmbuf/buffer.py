@@ -26,7 +26,7 @@ from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.notebook import Shown
 from mmbuf.sampling import Sampler
-from mmbuf.schema import measure
+from mmbuf.schema import Schema, measure
 from mmbuf.trajectory import Trajectory, fields_of
 from mmbuf.window import Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
@@ -293,6 +293,11 @@ class TrajectoryReplayBuffer:
     def total_samples(self) -> int:
         """Number of rows of all trajectories in the list."""
         return self._window.total_samples
+
+    @property
+    def schema(self) -> Schema | None:
+        """The columns of the trajectories; None while there are none."""
+        return self._window.schema if len(self) else None
 
     @property
     def trajectory_counter(self) -> int:

@@ -585,7 +585,8 @@ class WriterLock:
     def __init__(self, path: str) -> None:
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise _not_a_file(path, "something else")
-        self._lock = filelock.FileLock(path, is_singleton=False)
+        # Any thread may release it: a buffer is often closed by another than opened it.
+        self._lock = filelock.FileLock(path, is_singleton=False, thread_local=False)
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:

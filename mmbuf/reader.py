@@ -22,6 +22,7 @@ from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.notebook import Shown
 from mmbuf.sampling import Sampler
+from mmbuf.schema import Schema
 from mmbuf.stores import News, Stores, checked_shard
 from mmbuf.trajectory import Trajectory
 from mmbuf.window import Window
@@ -234,6 +235,11 @@ class ReplayReader:
     def path(self) -> str:
         """The path or pattern, absolute; the first of several."""
         return self._stores.paths[0]
+
+    @property
+    def schema(self) -> Schema | None:
+        """The columns of the trajectories; None while there are none."""
+        return self._window.schema if len(self) else None
 
     @property
     def total_samples(self) -> int:

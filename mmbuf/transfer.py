@@ -289,11 +289,11 @@ def _common_schema(paths: list[str], parts: list[Contents]) -> Schema | None:
         if schema is None:
             first, schema = path, part.schema
         elif part.schema != schema:
-            raise SchemaError(f"{path}: {_difference(schema, part.schema, first)}")
+            raise SchemaError(f"{path}: {difference(schema, part.schema, first)}")
     return schema
 
 
-def _difference(expected: Schema, got: Schema, where: str) -> str:
+def difference(expected: Schema, got: Schema, where: str) -> str:
     """What keeps two schemas that differ from being one; the first is that of ``where``."""
     columns = {column.path: column for column in got.columns}
     for column in expected.columns:

@@ -80,7 +80,7 @@ class Window:
         self.identity = object()  # what its samplers are known by
         self._samplers: weakref.WeakSet[Sampler] = weakref.WeakSet()
         self._stagings: dict[torch.device, Staging] = {}
-        self._count_lock = threading.Lock()  # guards the next two
+        self._count_lock = threading.Lock()  # guards the samplers and the next two
         self._num_sampled = 0
         self._counted = (0, time.monotonic())  # rows and time when it was asked last
         self._num_seen = 0  # rows that were ever in the list
@@ -346,7 +346,8 @@ class Window:
         """ValueError for a sampler that belongs to another."""
         if sampler.owner is None:
             sampler.owner = self.identity
-            self._samplers.add(sampler)
+            with self._count_lock:
+                self._samplers.add(sampler)
         elif sampler.owner is not self.identity:
             raise ValueError(
                 "sampler: expected one of this buffer's own, got one that has drawn from another. "
@@ -458,7 +459,9 @@ class Window:
         }
         stats |= dict.fromkeys(STATS, 0) if self.cache is None else self.cache.get_stats()
         stats |= self._rates()
-        for sampler in list(self._samplers):
+        with self._count_lock:
+            samplers = list(self._samplers)
+        for sampler in samplers:
             stats |= sampler.get_stats()
         return stats
 

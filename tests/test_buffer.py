@@ -54,6 +54,7 @@ from mmbuf import (
     VersionError,
     files,
 )
+from mmbuf.sampling import Uniform
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 pytestmark = pytest.mark.usefixtures("without_fsync")
@@ -1182,6 +1183,50 @@ def test_an_error_in_the_context_closes_too(tmp_path: Path) -> None:
         raise KeyError("trainer")
     with opened(tmp_path) as buffer:
         assert len(buffer) == 3
+
+
+def test_a_store_closed_by_another_thread_than_opened_it_can_be_opened_again(
+    tmp_path: Path,
+) -> None:
+    buffers: list[TrajectoryReplayBuffer] = []
+    thread = threading.Thread(
+        target=lambda: buffers.append(
+            TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
+        )
+    )
+    thread.start()
+    thread.join()
+    buffers[0].close()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as again:
+        assert again.schema is None
+        again.add_trajectories([trajectory(0)])
+        assert again.schema is not None
+        assert "rewards" in [column.name for column in again.schema.columns]
+
+
+def test_counts_can_be_asked_while_others_sample_with_new_samplers() -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        is_over = threading.Event()
+
+        def sample() -> None:
+            while not is_over.is_set():
+                buffer.sample(2, sampler=Uniform())
+
+        threads = [threading.Thread(target=sample) for _ in range(3)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + 1
+            while time.monotonic() < deadline:
+                assert buffer.get_stats()["num_trajectories"] == 1
+        finally:
+            sys.setswitchinterval(interval)
+            is_over.set()
+            for thread in threads:
+                thread.join()
 
 
 def test_what_the_index_says_of_a_trajectory(tmp_path: Path) -> None:
