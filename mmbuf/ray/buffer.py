@@ -37,8 +37,6 @@ Batch = dict[str, Any]
 _Path = str | os.PathLike[str]
 
 _STATE = "ray.json"  # beside the ranks of a checkpoint: how many there are, and the generator
-_MAX_CALLS = 4  # as many as a shard has threads to sample in
-_CALL_BYTES = 4 << 20
 _SUMMED = ("num_trajectories", "total_samples", "pending_trajectories", "pending_bytes")
 
 
@@ -192,7 +190,7 @@ class RayReplayBuffer:
         self._shards.look(deadline)
         while True:
             shard = self._next_shard(deadline)
-            ref = shard.call("add", items, self._shards.schema, *shard.known)
+            ref = shard.call("add", items, self._shards.schema, shard.known)
             if not block:
                 return [ref]
             with suppress(AwayError):
@@ -312,19 +310,19 @@ class RayReplayBuffer:
             if part[0].shard.node == self._node:
                 near.append(part)
             else:
-                asked += _ask(*part)
+                asked.append(_ask(*part))
         joint = Joint(request.num_chunks, self._pool)
         for span, where, offsets in near:  # while the others answer
             read = span.shard.read_here(span, offsets, self._config.shard_window_size)
             if read is None:
-                asked += _ask(span, where, offsets)
+                asked.append(_ask(span, where, offsets))
                 continue
             batch, is_here = read
             if len(where) == request.num_chunks and is_here.all():
                 return batch
             joint.put(where[is_here], packed(batch))
             if not is_here.all():
-                asked += _ask(span, where[~is_here], offsets[~is_here])
+                asked.append(_ask(span, where[~is_here], offsets[~is_here]))
         is_whole = True
         for shard, where, ref in asked:
             try:
@@ -523,23 +521,14 @@ class RayReplayBuffer:
         return time.monotonic() + (self._config.timeout_s if timeout_s is None else timeout_s)
 
 
-def _ask(span: Span, where: Array, offsets: Array) -> list[tuple[RemoteShard, Array, Ref]]:
+def _ask(span: Span, where: Array, offsets: Array) -> tuple[RemoteShard, Array, Ref]:
     """Ask a shard for rows of a batch; with where they go in it.
 
-    Many bytes are asked for in several calls: while one part is copied here, the shard gathers the
-    next, which takes a third of the time of a batch of images.
+    In one call: several, of which one could be copied while the next is gathered, took longer.
     """
     shard = span.shard
     of = (span.epoch, int(span.ids[0]), int(span.ids[-1]), int(span.ends[-1]))
-    columns = () if shard.schema is None else shard.schema.columns
-    row_bytes = sum(column.row_bytes for column in columns)
-    num_calls = min(_MAX_CALLS, len(where), 1 + len(where) * row_bytes // _CALL_BYTES)
-    return [
-        (shard, places, shard.call("rows", of, rows, *shard.known))
-        for places, rows in zip(
-            np.array_split(where, num_calls), np.array_split(offsets, num_calls), strict=True
-        )
-    ]
+    return shard, where, shard.call("rows", of, offsets, shard.known)
 
 
 def _check_prefetch(prefetch: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mmbuf.errors import EmptyBufferError, MmbufError
 from mmbuf.packages import optional_package
-from mmbuf.ray.shard import RowsAt, StaleError, Update
+from mmbuf.ray.shard import Known, RowsAt, StaleError, Update
 from mmbuf.reader import ReplayReader
 from mmbuf.schema import Array, Schema
 
@@ -79,12 +79,15 @@ class RemoteShard:
     # -- what is known -----------------------------------------------------------------------
 
     @property
-    def known(self) -> tuple[str, int]:
+    def known(self) -> Known:
         """What `Shard.update` is to be asked with."""
-        return self.epoch, int(self.ids[-1]) if len(self.ids) else -1
+        ids = (int(self.ids[0]), int(self.ids[-1])) if len(self.ids) else (-1, -1)
+        return Known(self.epoch, *ids)
 
-    def take(self, update: Update) -> bool:
+    def take(self, update: Update | None) -> bool:
         """Take in what a shard told; whether anything is new."""
+        if update is None:
+            return False
         if update.epoch != self.epoch:
             if update.since != -1:
                 return False  # a late answer, of an epoch that is over
@@ -94,7 +97,7 @@ class RemoteShard:
             return False
         self.schema = update.schema or self.schema
         keep = slice(int(self.ids.searchsorted(update.first_id)), None)
-        new = slice(int(update.ids.searchsorted(self.known[1], "right")), None)
+        new = slice(int(update.ids.searchsorted(self.known.last_id, "right")), None)
         self.ids = np.concatenate([self.ids[keep], update.ids[new]])
         self.times = np.concatenate([self.times[keep], update.times[new]])
         self._rows = np.concatenate([self._rows[keep], update.rows[new]])
@@ -138,7 +141,7 @@ class RemoteShard:
         if self.is_lost:
             return False
         if self._ping is None:
-            self._ping = self.call("update", "", -1)
+            self._ping = self.call("update", Known())
         if not ray.wait([self._ping], timeout=0)[0]:
             return False
         ping, self._ping = self._ping, None

@@ -56,6 +56,14 @@ class Config(NamedTuple):
         return self.sample_window_size + _SLACK if self.sample_window_size else 0
 
 
+class Known(NamedTuple):
+    """What somebody knows of a shard's window: the first and last ids of an epoch."""
+
+    epoch: str = ""
+    first_id: int = -1
+    last_id: int = -1
+
+
 class Update(NamedTuple):
     """Of a shard's window: the oldest trajectory, and those behind the id ``since``.
 
@@ -190,35 +198,37 @@ class Shard:
             known.popleft()
 
     @ray.method(concurrency_group="look")  # type: ignore[untyped-decorator]
-    def update(self, epoch: str, since: int) -> Update:
-        """Of those behind the id ``since``, of all where the epoch is another one."""
+    def update(self, known: Known) -> Update | None:
+        """What is new to who knows this; None where nothing is, which travels in half the time."""
         self._open()
         with self._lock:
-            since = since if epoch == self._epoch else -1
+            trajectories = self._trajectories
+            ids = (trajectories[0][0], trajectories[-1][0]) if trajectories else (-1, -1)
+            if known == (self._epoch, *ids):
+                return None
+            since = known.last_id if known.epoch == self._epoch else -1
             come = []
-            for trajectory in reversed(self._trajectories):
+            for trajectory in reversed(trajectories):
                 if trajectory[0] <= since:
                     break
                 come.append(trajectory)
-            first_id = self._trajectories[0][0] if self._trajectories else -1
             epoch = self._epoch
             schema = self._schema if since == -1 else None
         come.reverse()
         columns = list(zip(*come, strict=True)) or [(), (), ()]
-        ids, times, rows = (
+        new_ids, times, rows = (
             np.array(c, d)
             for c, d in zip(columns, "qdq", strict=True)  # int64, float64, int64
         )
-        return Update(epoch, since, first_id, ids, times, rows, schema)
+        return Update(epoch, since, ids[0], new_ids, times, rows, schema)
 
     @ray.method(concurrency_group="add")  # type: ignore[untyped-decorator]
     def add(
         self,
         items: Sequence[tuple[Any, int, str]],
         like: Schema | None,
-        epoch: str,
-        since: int,
-    ) -> Update:
+        known: Known,
+    ) -> Update | None:
         """Add packed trajectories; the first of a shard must fit to the schema of the others."""
         buffer = self._open()
         with self._change_lock:
@@ -236,13 +246,13 @@ class Shard:
                 with self._lock:
                     self._schema = buffer.schema
                     self._note(trajectory_id, entry.added_at, entry.num_samples)
-        update: Update = self.update(epoch, since)
+        update: Update | None = self.update(known)
         return update
 
     @ray.method(concurrency_group="sample")  # type: ignore[untyped-decorator]
     def rows(
-        self, span: tuple[str, int, int, int], offsets: Array, epoch: str, since: int
-    ) -> tuple[dict[str, Any] | None, Update]:
+        self, span: tuple[str, int, int, int], offsets: Array, known: Known
+    ) -> tuple[dict[str, Any] | None, Update | None]:
         """Rows by their place in a span: epoch, first and last id, rows; None where it is stale."""
         buffer = self._open()
         of_epoch, first_id, last_id, num_rows = span
@@ -251,7 +261,7 @@ class Shard:
         if of_epoch == self._epoch:
             with suppress(StaleError, EmptyBufferError):
                 batch = packed(buffer.sample(len(offsets), sampler=sampler))
-        return batch, self.update(epoch, since)
+        return batch, self.update(known)
 
     @ray.method(concurrency_group="look")  # type: ignore[untyped-decorator]
     def stats(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Shards:
                 self._window = window
             return self._window
 
-    def take(self, shard: RemoteShard, update: Update) -> None:
+    def take(self, shard: RemoteShard, update: Update | None) -> None:
         """Take in what a shard told with its answer."""
         with self.lock:
             if shard.take(update):
@@ -81,7 +81,7 @@ class Shards:
             age_s = now - self._known_at
             is_old = is_forced or age_s > self._config.refresh_s
             if is_forced or (self._asked is None and age_s > self._config.refresh_s / 2):
-                asked = [(s, s.call("update", *s.known)) for s in self.answering]
+                asked = [(s, s.call("update", s.known)) for s in self.answering]
                 self._asked = (now, asked)
             if self._asked is None or not (is_old or _have_answered(self._asked[1])):
                 return
