@@ -58,6 +58,7 @@ class RemoteShard:
 
     def __init__(self, number: int, actor: Any, path: str, node: str) -> None:
         self.number, self.actor, self.path, self.node = number, actor, path, node
+        self._state_lock = threading.Lock()
         self.is_away = self.is_lost = actor is None
         self._reader: ReplayReader | None = None
         self._reader_lock = threading.Lock()
@@ -129,11 +130,13 @@ class RemoteShard:
             raise (cause if isinstance(cause, Exception) else error) from None
         except errors.RayError as error:
             is_lost = isinstance(error, (errors.ActorDiedError, errors.ActorUnschedulableError))
-            if not self.is_away:
+            with self._state_lock:  # several threads may learn of it at once, and one says so
+                is_news = not self.is_away
+                self.is_away, self.is_lost = True, is_lost
+            if is_news:
                 state = "lost" if is_lost else "away"
                 why = str(error).splitlines()[0]
                 _log.warning("%s is %s; going on with the others: %s", self, state, why)
-            self.is_away, self.is_lost = True, is_lost
             raise AwayError from error
 
     def look(self) -> bool:
