@@ -175,7 +175,7 @@ class TrajectoryReplayBuffer:
         if writer is not None:
             writer.raise_failure()
         fields, max_episode_length, model_weights_id = fields_of(item)
-        payload = measure(fields, self._window.schema if len(self) else None)
+        payload = measure(fields, self._window.schema)
         entry = Entry(
             uuid.uuid4().hex,
             self._next_id,
@@ -297,7 +297,7 @@ class TrajectoryReplayBuffer:
     @property
     def schema(self) -> Schema | None:
         """The columns of the trajectories; None while there are none."""
-        return self._window.schema if len(self) else None
+        return self._window.schema
 
     @property
     def trajectory_counter(self) -> int:

@@ -239,7 +239,7 @@ class ReplayReader:
     @property
     def schema(self) -> Schema | None:
         """The columns of the trajectories; None while there are none."""
-        return self._window.schema if len(self) else None
+        return self._window.schema
 
     @property
     def total_samples(self) -> int:

@@ -92,7 +92,7 @@ class Window:
     @property
     def schema(self) -> Schema | None:
         """The schema of the trajectories, None while there are none."""
-        return None if self.cache is None else self.cache.schema
+        return self.cache.schema if self.cache is not None and self.entries else None
 
     @property
     def trajectory_ids(self) -> list[Any]:
@@ -485,7 +485,7 @@ class Window:
         Bytes are those of the rows, of text those of its codes.
         """
         num_trajectories, num_rows = len(self.entries), self.total_samples
-        schema = self.schema if num_trajectories else None
+        schema = self.schema
         columns = () if schema is None else schema.columns
         size_bytes = num_rows * sum(column.row_bytes for column in columns)
         window = f"the newest {self._window_size:,}" if self._window_size else "all"
