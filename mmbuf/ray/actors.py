@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from mmbuf import files
 from mmbuf.packages import optional_package
 from mmbuf.ray.shard import CONCURRENCY, Config, Shard
+from mmbuf.transfer import Directory
 
 ray = optional_package("ray", "ray")
 scheduling = optional_package("ray.util.scheduling_strategies", "ray")
@@ -17,7 +17,7 @@ scheduling = optional_package("ray.util.scheduling_strategies", "ray")
 _NAMESPACE = "mmbuf"
 
 
-def pattern_of(path: str | os.PathLike[str]) -> str:
+def pattern_of(path: Directory) -> str:
     """Of the shards' stores."""
     text = files.absolute(path)
     return text if "{shard}" in text else files.join(text, "rank_{shard}")

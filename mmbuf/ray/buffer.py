@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 import time
 import uuid
@@ -29,13 +28,11 @@ from mmbuf.ray.shards import Shards
 from mmbuf.ray.wire import Joint, packed
 from mmbuf.schema import Array
 from mmbuf.trajectory import fields_of
-from mmbuf.transfer import merge
+from mmbuf.transfer import Directory, merge
 
 ray = optional_package("ray", "ray")
 
 Batch = dict[str, Any]
-_Path = str | os.PathLike[str]
-
 _STATE = "ray.json"  # beside the ranks of a checkpoint: how many there are, and the generator
 _SUMMED = ("num_trajectories", "total_samples", "pending_trajectories", "pending_bytes")
 
@@ -90,7 +87,7 @@ class RayReplayBuffer:
     def __init__(
         self,
         num_shards: int,
-        path: _Path,
+        path: Directory,
         seed: int | None = 0,
         sample_window_size: int = 0,
         placement: str | Sequence[str] = "spread",
@@ -420,7 +417,7 @@ class RayReplayBuffer:
 
     def save_checkpoint(
         self,
-        save_path: _Path,
+        save_path: Directory,
         trajectory_format: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -441,7 +438,7 @@ class RayReplayBuffer:
             files.remove(rank)
         files.replace(files.join(path, _STATE), [json.dumps(state).encode()])
 
-    def load_checkpoint(self, load_path: _Path, timeout_s: float | None = None) -> None:
+    def load_checkpoint(self, load_path: Directory, timeout_s: float | None = None) -> None:
         """Replace the content by that of a checkpoint of any number of shards, or of one buffer.
 
         ``load_path`` is seen by all nodes. Each trajectory comes to exactly one shard. Where as

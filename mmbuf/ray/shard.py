@@ -232,16 +232,16 @@ class Shard:
         """Add packed trajectories; the first of a shard must fit to the schema of the others."""
         buffer = self._open()
         with self._change_lock:
-            for columns, max_episode_length, model_weights_id in items:
+            for packed_columns, max_episode_length, model_weights_id in items:
                 trajectory_id = buffer.trajectory_counter
-                item = {
-                    **unpacked(columns),
+                columns = unpacked(packed_columns)
+                if like is not None and not len(buffer):
+                    measure(columns, like)
+                metadata = {
                     "max_episode_length": max_episode_length,
                     "model_weights_id": model_weights_id,
                 }
-                if like is not None and not len(buffer):
-                    measure(unpacked(columns), like)
-                buffer.add_trajectories([item])
+                buffer.add_trajectories([columns | metadata])
                 entry = buffer.get_entry(trajectory_id)
                 with self._lock:
                     self._schema = buffer.schema

@@ -32,7 +32,7 @@ class Shards:
             RemoteShard(number, actor, config.path_of(number), node)
             for number, (actor, node) in enumerate(zip(actors, config.nodes, strict=True))
         ]
-        self.lock = threading.RLock()  # guards what is known
+        self._lock = threading.RLock()  # guards what is known
         self._window: list[Span] | None = None  # None where it has changed
         self._known_at = float("-inf")  # what others have added up to then is known
         self._asked: tuple[float, list[Asked]] | None = None  # when, and whom
@@ -52,12 +52,12 @@ class Shards:
     @property
     def schema(self) -> Schema | None:
         """That of the trajectories that are known."""
-        with self.lock:
+        with self._lock:
             return next((s.schema for s in self.answering if len(s.ids)), None)
 
     def window(self) -> list[Span]:
         """The whole window, of the shards that answer. SchemaError where they do not fit."""
-        with self.lock:
+        with self._lock:
             if self._window is None:
                 window = window_of(self.answering, self._config.sample_window_size)
                 _check_alike([span.shard for span in window])
@@ -66,7 +66,7 @@ class Shards:
 
     def take(self, shard: RemoteShard, update: Update | None) -> None:
         """Take in what a shard told with its answer."""
-        with self.lock:
+        with self._lock:
             if shard.take(update):
                 self._window = None
 
@@ -77,7 +77,7 @@ class Shards:
         """
         self._look_for_away()
         now = time.monotonic()
-        with self.lock:
+        with self._lock:
             age_s = now - self._known_at
             is_old = is_forced or age_s > self._config.refresh_s
             if is_forced or (self._asked is None and age_s > self._config.refresh_s / 2):
@@ -89,11 +89,11 @@ class Shards:
         for shard, ref in asked:
             with suppress(AwayError):
                 self.take(shard, self.result(shard, ref, "refresh", deadline))
-        with self.lock:
+        with self._lock:
             self._known_at = max(self._known_at, asked_at)
 
     def _look_for_away(self) -> None:
-        with self.lock:
+        with self._lock:
             for shard in self.all:
                 if shard.is_away and shard.look():
                     self._window = None
@@ -105,7 +105,7 @@ class Shards:
         try:
             return shard.result(ref, what, deadline)
         except AwayError:
-            with self.lock:
+            with self._lock:
                 self._window = None
             raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,12 +11,11 @@ import pyarrow as pa
 from mmbuf import files
 from mmbuf.analysis import Tables
 from mmbuf.packages import optional_package
-
-_Path = str | os.PathLike[str]
+from mmbuf.transfer import Directory
 
 
 def read_store(
-    path: _Path | Sequence[_Path],
+    path: Directory | Sequence[Directory],
     columns: Sequence[str] | None = None,
     *,
     table: str = "steps",
