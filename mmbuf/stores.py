@@ -202,6 +202,9 @@ class Stores:
                 if is_named:
                     raise
                 return  # a directory that matches and is no store, or not yet
+            if files.exists(files.join(directory, index.JOURNAL)):  # since a moment: to be followed
+                self._enter(directory, news, is_named=is_named)
+                return
             schema = contents.schema
             entries = enumerate(contents.entries.items())
             changes = Changes(added={key: (entry, i) for i, (key, entry) in entries})

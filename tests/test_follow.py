@@ -30,6 +30,7 @@ from mmbuf import (
     ReplayReader,
     SchemaError,
     TrajectoryReplayBuffer,
+    checkpoint,
     files,
     index,
     stores,
@@ -1015,6 +1016,30 @@ def test_workers_follow_the_store(tmp_path: Path) -> None:
             sizes = [first, *iterator]
             assert len(reader) == 1  # the parent has not looked
     assert sorted(sizes) in ([1, 1, 4, 4], [1, 4, 4, 4])
+
+
+def test_a_store_that_begins_while_it_is_looked_at_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal appears between the look for one and the reading of a store without one."""
+    real = checkpoint.read
+    begun: list[TrajectoryReplayBuffer] = []
+
+    def read(path: str) -> Any:
+        if not begun:
+            begun.append(opened(Path(path)))
+            add(begun[0], 0)
+            begun[0].flush()
+        return real(path)
+
+    (tmp_path / "rank_0").mkdir()
+    monkeypatch.setattr(checkpoint, "read", read)
+    with ReplayReader(tmp_path / "rank_*") as reader, begun[0] as buffer:
+        assert len(reader) == 1
+        add(buffer, 1, 2)
+        buffer.flush()
+        reader.refresh()
+        assert len(reader) == 3
 
 
 # -- collectors and a trainer -----------------------------------------------------------------
