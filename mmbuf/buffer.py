@@ -2,15 +2,18 @@
 
 It can stand in the place of RLinf's class of that name: same constructor arguments and methods,
 same directory.
+
+Whatever changes the buffer is handed to `shield.run`, so that an interrupt finds it as it was
+before or as it is afterwards, and a signal handler may call it in the middle of any call.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,14 +22,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mmbuf import checkpoint, files, storage, vm
+from mmbuf import checkpoint, files, shield, storage, vm
 from mmbuf.budget import DiskBudget
+from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.notebook import Shown
+from mmbuf.places import Slot
 from mmbuf.sampling import Sampler
-from mmbuf.schema import Schema, measure
+from mmbuf.schema import Payload, Schema, measure
 from mmbuf.trajectory import Trajectory, fields_of
 from mmbuf.window import Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
@@ -98,8 +103,8 @@ class TrajectoryReplayBuffer:
         self.auto_save_path = files.absolute(auto_save_path) if auto_save else None
         self.trajectory_format = trajectory_format
         self._pid = files.process_id()
-        self._save_lock = threading.Lock()  # nothing is cleared or loaded while one saves; first
-        self._add_lock = threading.Lock()  # one caller at a time adds, flushes, clears or closes
+        self._save_lock = shield.Lock()  # nothing is cleared or loaded while one saves; first
+        self._add_lock = shield.Lock()  # one caller at a time adds, flushes, clears or closes
         self._is_closed = False
         self._add_wait_s = 0.0
         self._next_id = 0
@@ -109,12 +114,13 @@ class TrajectoryReplayBuffer:
             window_size=sample_window_size,
             cache_size=(cache_size if enable_cache else 0) if auto_save else None,
             can_map=enable_cache,
-            on_fork=self._renew_locks,
+            on_fork=_weakly(self._renew_locks),
         )
         self._budget = DiskBudget(max_disk_bytes if auto_save else None, sample_window_size)
         self._writer: TrajectoryWriter | None = None
+        self._let_go: weakref.finalize[Any, Any] | None = None
         if self.auto_save_path is not None:
-            self._open_store(self.auto_save_path, max_pending_bytes)
+            shield.run(self._open_store, self.auto_save_path, max_pending_bytes)
 
     def _open_store(self, directory: str, max_pending_bytes: int) -> None:
         if files.exists(directory) and not files.is_directory(directory):
@@ -138,15 +144,18 @@ class TrajectoryReplayBuffer:
             self._lock.release()
             raise
         self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
-        self._writer = TrajectoryWriter(
+        window, metadata = self._window, self._metadata_source()
+        self._writer = TrajectoryWriter(  # has nothing of the buffer: it may outlive it
             index,
-            self._metadata,
-            lambda entry: self._window.set_written(entry, directory),
-            self._window.forget,
+            metadata,
+            lambda entry: window.set_written(entry, directory),
+            window.forget,
             self.trajectory_format,
             self._budget,
             max_pending_bytes,
         )
+        self._let_go = weakref.finalize(self, _let_go, self._pid, self._writer, self._lock)
+        self._let_go.atexit = False  # the writer's thread ends by itself
 
     # -- adding ------------------------------------------------------------------------------
 
@@ -158,61 +167,83 @@ class TrajectoryReplayBuffer:
         added whole or not at all: SchemaError for data that do not fit, WriteError if an earlier
         one could not be written (before anything of this call's rest is added), MemoryError.
         """
+        self._check_can_write("add_trajectories")
+        if isinstance(trajectories, (str, bytes, Mapping)) or not isinstance(
+            trajectories, Iterable
+        ):
+            raise TypeError(
+                f"trajectories: expected a list of trajectories, "
+                f"got {type(trajectories).__name__}. Put a single one in a list."
+            )
+        # The items come from code of the caller's, that may call this buffer or take for ever.
+        for item in trajectories:
+            fields, max_episode_length, model_weights_id = fields_of(item)
+            payload = measure(fields, self._window.schema).on_host()
+            shield.run(self._add, fields, payload, max_episode_length, model_weights_id)
+
+    def _add(
+        self,
+        fields: Mapping[str, Any],
+        payload: Payload,
+        max_episode_length: int,
+        model_weights_id: str,
+    ) -> None:
         with self._add_lock:
             self._check_can_write("add_trajectories")
-            if isinstance(trajectories, (str, bytes, Mapping)) or not isinstance(
-                trajectories, Iterable
-            ):
-                raise TypeError(
-                    f"trajectories: expected a list of trajectories, "
-                    f"got {type(trajectories).__name__}. Put a single one in a list."
-                )
-            for item in trajectories:
-                self._add(item)
+            writer = self._writer
+            if writer is not None:
+                writer.raise_failure()
+            schema = self._window.schema
+            if schema is not None and payload.schema != schema:  # that of another thread's by now
+                payload = measure(fields, schema)
+            entry = Entry(
+                uuid.uuid4().hex,
+                self._next_id,
+                payload.shape,
+                max_episode_length,
+                model_weights_id,
+                time.time(),
+            )
+            size_bytes = payload.size_bytes
+            if writer is not None:
+                self._budget.check(size_bytes)
+                with self._waiting():
+                    writer.wait_for_room(size_bytes)
+            cache = self._window.begin(payload.schema)
+            slot = self._put(cache, entry, payload)
+            # Before the writer starts: torch drops the GIL to free what NumPy looked into, and
+            # would wait up to 5 ms to get it back.
+            del payload
+            try:
+                self._window.add(slot)
+            except BaseException:
+                cache.remove([slot])  # or it would be drawn, and be no part of the list
+                raise
+            self._budget.add(entry.trajectory_id, size_bytes)
+            self._next_id += self._id_step
+            if writer is not None:
+                writer.submit(cache, slot, size_bytes)
+            else:
+                cache.reclaim()
 
-    def _add(self, item: Any) -> None:
+    def _put(self, cache: TrajectoryCache, entry: Entry, payload: Payload) -> Slot:
+        """Copy the rows into the cache, when there is room for them."""
         writer = self._writer
-        if writer is not None:
-            writer.raise_failure()
-        fields, max_episode_length, model_weights_id = fields_of(item)
-        payload = measure(fields, self._window.schema)
-        entry = Entry(
-            uuid.uuid4().hex,
-            self._next_id,
-            payload.shape,
-            max_episode_length,
-            model_weights_id,
-            time.time(),
-        )
-        size_bytes = payload.size_bytes
-        if writer is not None:
-            self._budget.check(size_bytes)
-            with self._waiting():
-                writer.wait_for_room(size_bytes)
-        cache = self._window.begin(payload.schema)
         while (slot := cache.put(entry, payload, is_written=writer is None)) is None:
             # The ring of addresses is full: wait for gathers to end, or for files to be written.
             with self._waiting():
                 if cache.make_room():
                     time.sleep(0.0005)
+                    shield.check()
                 elif writer is not None and writer.num_pending:
                     writer.wait_for_next()
                 else:
                     raise MemoryError(
-                        f"a trajectory of {size_bytes} bytes: expected room for the window in the "
-                        f"reserved addresses, got none. Raise RLIMIT_AS or shrink "
+                        f"a trajectory of {payload.size_bytes} bytes: expected room for the window "
+                        f"in the reserved addresses, got none. Raise RLIMIT_AS or shrink "
                         f"sample_window_size."
                     )
-        # Before the writer starts: torch drops the GIL to free what NumPy looked into, and would
-        # wait up to 5 ms to get it back.
-        del payload
-        self._window.add(slot)
-        self._budget.add(entry.trajectory_id, size_bytes)
-        self._next_id += self._id_step
-        if writer is not None:
-            writer.submit(cache, slot, size_bytes)
-        else:
-            cache.reclaim()
+        return slot
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -261,7 +292,9 @@ class TrajectoryReplayBuffer:
         """
         if self._is_closed:
             raise _closed("get_trajectory")
-        return self._retried(partial(self._window.get_trajectory, trajectory_id))
+        read = partial(self._window.get_trajectory, trajectory_id)
+        trajectory: Trajectory = shield.run(self._retried, read)
+        return trajectory
 
     def get_entry(self, trajectory_id: int) -> Entry:
         """What the index says of one trajectory: shape, weights, time of addition, file.
@@ -276,7 +309,7 @@ class TrajectoryReplayBuffer:
             try:
                 return read()
             except (CorruptError, FileNotFoundError):
-                if not (self._is_forked() and self._window.drop_missing()):
+                if not (self._is_forked() and shield.run(self._window.drop_missing)):
                     raise
 
     # -- state -------------------------------------------------------------------------------
@@ -332,7 +365,7 @@ class TrajectoryReplayBuffer:
         ``add_wait_s`` how long adding has waited for the disk or for room. Samplers that have drawn
         from the buffer add counts of their own.
         """
-        stats = self._window.get_stats()
+        stats = shield.run(self._window.get_stats)
         stats["trajectory_counter"] = self._next_id
         stats["add_wait_s"] = self._add_wait_s
         stats["pending_trajectories"] = self._writer.num_pending if self._writer else 0
@@ -350,11 +383,13 @@ class TrajectoryReplayBuffer:
         """Go on with the stream of a `state_dict`; ValueError, nothing changed, if it is none."""
         self._window.load_state_dict(state)
 
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            "trajectory_format": self.trajectory_format,
-            "seed": self.seed,
-            "rng_state": self._window.generator.bit_generator.state,
+    def _metadata_source(self) -> Callable[[], dict[str, Any]]:
+        """What tells the metadata of checkpoints and snapshots, without the buffer itself."""
+        window, trajectory_format, seed = self._window, self.trajectory_format, self.seed
+        return lambda: {
+            "trajectory_format": trajectory_format,
+            "seed": seed,
+            "rng_state": window.generator.bit_generator.state,
         }
 
     # -- giving back -------------------------------------------------------------------------
@@ -366,6 +401,9 @@ class TrajectoryReplayBuffer:
         fails; what could not be written stays in memory, and the next flush tries again. Without
         ``auto_save`` there is nothing to do.
         """
+        shield.run(self._flush, sync)
+
+    def _flush(self, sync: bool) -> None:
         with self._add_lock:
             self._check_can_write("flush")
             if self._writer is not None:
@@ -373,6 +411,9 @@ class TrajectoryReplayBuffer:
 
     def clear_cache(self) -> None:
         """Give back the memory of all that can be read from files again."""
+        shield.run(self._clear_cache)
+
+    def _clear_cache(self) -> None:
         with self._add_lock:
             if self._is_closed:
                 raise _closed("clear_cache")
@@ -381,6 +422,9 @@ class TrajectoryReplayBuffer:
 
     def clear(self) -> None:
         """Remove all trajectories, their files too. Ids go on; the schema is free again."""
+        shield.run(self._clear)
+
+    def _clear(self) -> None:
         with self._save_lock, self._add_lock:
             self._check_can_write("clear")
             if self._writer is not None:
@@ -406,7 +450,9 @@ class TrajectoryReplayBuffer:
         """
         if trajectory_format is not None:
             storage.checked_format(trajectory_format)
-        path = files.absolute(save_path)
+        shield.run(self._save_checkpoint, files.absolute(save_path), trajectory_format)
+
+    def _save_checkpoint(self, path: str, trajectory_format: str | None) -> None:
         with self._save_lock, ExitStack() as stack:
             with self._add_lock:
                 self._check_can_write("save_checkpoint")
@@ -422,7 +468,7 @@ class TrajectoryReplayBuffer:
                 for entry in entries:
                     contents.add(entry)
                 contents.count_from(self._next_id, self._id_step)
-                metadata = self._metadata()
+                metadata = self._metadata_source()()
                 unsynced = self._writer.unsynced() if self._writer is not None else set()
             try:
                 synced = self._sync_files(entries, unsynced)
@@ -442,6 +488,7 @@ class TrajectoryReplayBuffer:
             return set()
         for entry in entries:
             if entry.uuid in unsynced:
+                shield.check()
                 files.sync_whole(files.join(self._writer.directory, entry.file))
         uuids = {entry.uuid for entry in entries}
         self._writer.note_synced(uuids)
@@ -467,7 +514,10 @@ class TrajectoryReplayBuffer:
             raise ValueError(f"world_size: expected at least 1, got {world_size}.")
         if is_distributed and not 0 <= local_rank < world_size:
             raise ValueError(f"local_rank: expected [0, {world_size}), got {local_rank}.")
-        path = files.absolute(load_path)
+        rank = (local_rank, world_size) if is_distributed else (0, 1)
+        shield.run(self._load_checkpoint, files.absolute(load_path), *rank)
+
+    def _load_checkpoint(self, path: str, local_rank: int, world_size: int) -> None:
         with self._save_lock, self._add_lock:
             self._check_can_write("load_checkpoint")
             if self._writer is not None:
@@ -475,7 +525,7 @@ class TrajectoryReplayBuffer:
             contents = checkpoint.read(path)
             checkpoint.check_files(path, contents)
             generator = checkpoint.generator_of(path, contents, self.seed)
-            if is_distributed and world_size > 1:
+            if world_size > 1:
                 contents = checkpoint.shard(contents, local_rank, world_size)
                 generator = checkpoint.stream_of(generator, local_rank, world_size)
             if self._writer is not None:
@@ -512,6 +562,9 @@ class TrajectoryReplayBuffer:
         nowhere else. ``wait=False`` gives up what is not written yet, and says so in the log.
         Closing again does nothing. In a forked child only the child's memory is given back.
         """
+        shield.run(self._close, wait)
+
+    def _close(self, wait: bool) -> None:
         with self._save_lock, self._add_lock:
             if self._is_closed:
                 return
@@ -523,6 +576,8 @@ class TrajectoryReplayBuffer:
                         "%s: closed with %d trajectories not written.", self.auto_save_path, lost
                     )
             self._is_closed = True
+            if self._let_go is not None:
+                self._let_go.detach()
             self._window.close()
             if writer is not None:
                 self._lock.release()
@@ -552,8 +607,8 @@ class TrajectoryReplayBuffer:
 
     def _renew_locks(self) -> None:
         """In a forked child: the threads that may have held them are gone."""
-        self._save_lock = threading.Lock()
-        self._add_lock = threading.Lock()
+        self._save_lock = shield.Lock()
+        self._add_lock = shield.Lock()
 
     def _is_forked(self) -> bool:
         return files.process_id() != self._pid
@@ -570,3 +625,21 @@ class TrajectoryReplayBuffer:
 
 def _closed(what: str) -> ClosedError:
     return ClosedError(f"{what}: expected an open buffer, got one that was closed.")
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method for as long as there is its object, which is not kept by it."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = weak()
+        if found is not None:
+            found()
+
+    return call
+
+
+def _let_go(pid: int, writer: TrajectoryWriter, lock: files.WriterLock) -> None:
+    """A buffer is gone that was not closed."""
+    if files.process_id() == pid:  # in a forked child all of it is the parent's
+        shield.run(writer.let_go, lock.release)

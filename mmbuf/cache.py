@@ -11,9 +11,11 @@ or copied from its file) when a row of it is first drawn. A trajectory of the wi
 place (``cache_size`` smaller than the window, caching off, mappings spent) is *cold*: its rows are
 read from the file.
 
-Gathers take no lock. They read one published `View`, complete before it is published; they leave a
-mark in it while they go on and look again whether it is still the current one. Addresses are given
-back only when no view published before the eviction has a mark (`reclaim`).
+Gathers take no lock. They read one published `View`, complete before it is published; they pin it
+while they go on and look again whether it is still the current one. Addresses are given back only
+when no view published before the eviction is pinned (`reclaim`). A gather may be interrupted
+anywhere: its pin is a variable of its own and goes with it. All that changes the cache runs where
+no signal interrupts it (`shield`), filling and cold reads within a gather too.
 
 No array that points into a range leaves this module, but for `lend` and `held`: who writes files
 needs the pages of trajectories that are not given back before he is done.
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,14 +34,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mmbuf import vm
+from mmbuf import shield, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError
 from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
 from mmbuf.pool import MIN_BYTES, BatchPool
 from mmbuf.sampling.draw import Draw, StaleSightError
 from mmbuf.schema import Array, Column, Path, Payload, Schema
-from mmbuf.slots import Facts, SlotTable, View
+from mmbuf.slots import Facts, Pin, SlotTable, View
 
 _Seen = TypeVar("_Seen")
 Leaf = Any  # an array [K, *S] in storage dtype, or a list of K str
@@ -70,6 +72,10 @@ class _Retired:
     blockers: list[View]
     place: Place | None
     number: int | None
+
+
+class _End:
+    """Held by the pins of a cache that is closed."""
 
 
 class Sight:
@@ -209,9 +215,9 @@ class TrajectoryCache:
 
         Yields what lends a slot, None for one that was not in memory when the block began.
         """
-        mark = object()
+        pin = Pin()
         with self._lock:  # or an eviction could be half done
-            view = self._mark(mark)
+            self._pinned(pin)
             places = {slot: slot.place for slot in self._resident if slot.is_filled}
 
         def lend(slot: Slot) -> Lent | None:
@@ -221,7 +227,7 @@ class TrajectoryCache:
         try:
             yield lend
         finally:
-            view.unmark(mark)
+            del pin
             self.reclaim()
 
     def _lend(self, slot: Slot, place: Place) -> Lent:
@@ -300,10 +306,10 @@ class TrajectoryCache:
 
     def _look(self, look: Callable[[View], _Seen]) -> _Seen:
         """What ``look`` gives of the current view, while nothing that it shows is given back."""
-        mark = object()
         while True:
-            view = self._mark(mark)
+            pin = Pin()
             try:
+                view = self._pinned(pin)
                 if view.low == view.high:
                     raise EmptyBufferError("sample: expected rows to draw from, got none.")
                 return look(view)
@@ -314,14 +320,14 @@ class TrajectoryCache:
                 if view is self._view:
                     raise CorruptError(str(error.filename), "the file is missing.") from error
             finally:
-                view.unmark(mark)
+                del pin  # the traceback of an error may keep this frame for long
 
     def copy_of(self, slot: Slot) -> list[Leaf] | None:
         """A copy of all rows of a slot, left-out ones too; None when it has to be read."""
-        mark = object()
-        view = self._mark(mark)
+        pin = Pin()
+        self._pinned(pin)
         try:
-            # Whoever takes this place away from now on waits for our mark.
+            # Whoever takes this place away from now on waits for our pin.
             place = slot.place
             if place is None or not slot.is_filled:
                 return None
@@ -332,26 +338,23 @@ class TrajectoryCache:
                 leaves.append(np.array(rows) if text is None else text.decode(rows))
             return leaves
         finally:
-            view.unmark(mark)
+            del pin
 
-    def _mark(self, mark: object) -> View:
-        """The current view; nothing that it shows is given back until it is unmarked.
-
-        Not a context manager: one costs more than all else that is done here.
-        """
+    def _pinned(self, pin: Pin) -> View:
+        """The current view; nothing that it shows is given back while there is ``pin``."""
         while True:
             view = self._view
-            view.marks.append(mark)
+            reference = view.pin(pin)
             if view is self._view:
                 return view
-            view.unmark(mark)
+            view.pins.discard(reference)
 
     # -- giving back -------------------------------------------------------------------------
 
     def reclaim(self) -> None:
         """Give back what was evicted and is not looked at any more. Does not wait."""
         with self._vm_lock, self._lock:
-            while self._retired and not any(view.marks for view in self._retired[0].blockers):
+            while self._retired and not any(view.pins for view in self._retired[0].blockers):
                 retired = self._retired.popleft()
                 if retired.place is not None:
                     self._places.give_back(retired.place)
@@ -414,18 +417,20 @@ class TrajectoryCache:
             self._forget_all()
         self.reclaim()
 
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Give all addresses back once the gathers that go on have ended.
-
-        Should one not end in ``timeout_s``, the addresses stay: they must not be taken from it.
-        """
+    def close(self) -> None:
+        """Give all addresses back: now, or when the gathers that go on have ended."""
         with self._lock:
             self._forget_all()
-        deadline = time.monotonic() + timeout_s
-        while any(view.marks for view in self._busy):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.0005)
+            end = _End()
+            weakref.finalize(end, self._give_all_back).atexit = False
+            for view in (*self._busy, self._view):
+                for reference in tuple(view.pins):
+                    pin = reference()
+                    if pin is not None:
+                        pin.holds = [*(pin.holds or ()), end]
+        del end  # at the latest with the last of the pins
+
+    def _give_all_back(self) -> None:
         with self._vm_lock, self._lock:
             self._places.close([retired.place for retired in self._retired if retired.place])
             self._retired.clear()
@@ -433,14 +438,14 @@ class TrajectoryCache:
         self._pool.clear()
 
     def renew_locks(self) -> None:
-        """Make locks and marks anew, in a forked child: the threads that held them are gone."""
+        """Make locks and pins anew, in a forked child: the threads that held them are gone."""
         self._lock = threading.Lock()
         self._fill_lock = threading.Lock()
         self._vm_lock = threading.Lock()
         for text in self._places.texts.values():
             text.renew_lock()
         for view in (*self._busy, self._view):
-            view.marks.clear()
+            view.pins.clear()
 
     def get_stats(self) -> dict[str, int]:
         """Counts of the window and of the cache."""
@@ -540,7 +545,7 @@ class TrajectoryCache:
     def _publish(self, leaving: list[_Retired]) -> None:
         """Show gathers the window as it is now; what left is given back once they let it go."""
         old, self._view = self._view, View(self._table, self._num_unfilled == 0)
-        self._busy = [view for view in (*self._busy, old) if view.marks]
+        self._busy = [view for view in (*self._busy, old) if view.pins]
         for retired in leaving:
             retired.blockers = self._busy
             self._retired.append(retired)
@@ -647,11 +652,18 @@ class TrajectoryCache:
         drawn = view.filled.take(slots)
         if drawn.all():
             return True
-        for index in np.unique(slots[~drawn]).tolist():
+        shield.run(self._fill_all, view, np.unique(slots[~drawn]))
+        return bool(view.filled.take(slots).all())
+
+    def _fill_all(self, view: View, indices: Array) -> None:
+        """Fill the slots of these indices of a view that have places."""
+        pin = Pin()
+        self._pinned(pin)  # of its own: the gather may be interrupted, and not wait for this
+        for index in indices.tolist():
+            shield.check()
             slot = self._slots[view.first_number + index]
             if slot.place is not None:
                 self._fill(slot)
-        return bool(view.filled.take(slots).all())
 
     def _gather_draw(self, view: View, draw: Draw, out: Sequence[Leaf] | None) -> list[Leaf]:
         """The columns of a draw, each from its own rows."""
@@ -712,7 +724,12 @@ class TrajectoryCache:
             for leaf, home in zip(leaves, self._places.homes, strict=True):
                 if leaf is not None and home is not None:
                     leaf[warm] = home[2].take(lane_rows[home[0]], 0, None, "clip")
-        cold = (~is_warm).nonzero()[0]
+        shield.run(self._read_cold, view, rows, slots, leaves, (~is_warm).nonzero()[0])
+
+    def _read_cold(
+        self, view: View, rows: Array, slots: Array, leaves: Sequence[Leaf], cold: Array
+    ) -> None:
+        """Rows ``rows[cold]`` from their files into ``leaves[...][cold]``."""
         # Slot by slot, so that each file is opened once.
         cold = cold[slots[cold].argsort(kind="stable")]
         cold_slots = slots[cold]
@@ -720,6 +737,7 @@ class TrajectoryCache:
         borders = [0, *(np.diff(cold_slots).nonzero()[0] + 1).tolist(), len(cold)]
         for start, stop in itertools.pairwise(borders):
             if start < stop:
+                shield.check()
                 slot = self._slots[view.first_number + int(cold_slots[start])]
                 self._places.read_rows(slot, local[start:stop], leaves, cold[start:stop])
 

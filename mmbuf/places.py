@@ -65,6 +65,7 @@ class Places:
     def __init__(self, schema: Schema, *, can_map: bool, reserved_bytes: int) -> None:
         self.schema = schema
         self._can_map = can_map
+        self._maps = vm.MapShare()
         self.lanes = _reserve(schema, reserved_bytes, can_map)
         self.texts = {i: TextTable() for i, c in enumerate(schema.columns) if c.is_text}
         self.homes: list[tuple[int, int, Array] | None] = [None] * len(schema.columns)
@@ -113,7 +114,7 @@ class Places:
         """Give the rows and pages of a place back. No gather may look at them any more."""
         for lane, extent in zip(self.lanes, place.extents, strict=True):
             lane.release(extent)
-        vm.MAPS.give_back(place.num_maps)
+        self._maps.give_back(place.num_maps)
 
     def starts(self, place: Place) -> list[int]:
         """The place's first row in each lane."""
@@ -158,7 +159,7 @@ class Places:
     def fill(self, slot: Slot, place: Place) -> bool:
         """Map or copy the slot's file to its place; False where no mapping or memory is left."""
         columns = self._columns_to_map(slot, place)
-        if not vm.MAPS.take(len(columns)):
+        if not self._maps.take(len(columns)):
             return False
         try:
             with self._opened(slot) as source:
@@ -171,7 +172,7 @@ class Places:
             for _, lane, extent, i in columns:
                 with suppress(OSError):  # `_read_in` does it again
                     lane.ranges[i].release(extent.start, extent.stop)
-            vm.MAPS.give_back(len(columns))
+            self._maps.give_back(len(columns))
             if isinstance(error, OSError) and vm.is_out_of_memory(error):
                 return False
             raise
@@ -189,7 +190,7 @@ class Places:
             return True
         if place.num_maps:  # it is already, and what came after that failed
             return True
-        if not vm.MAPS.take(len(columns)):
+        if not self._maps.take(len(columns)):
             return False
         place.num_maps = len(columns)
         try:
@@ -217,7 +218,7 @@ class Places:
 
     def close(self, places: Iterable[Place]) -> None:
         """Give all addresses back, with those of the ``places`` that were not given back."""
-        vm.MAPS.give_back(sum(place.num_maps for place in places))
+        self._maps.give_back(sum(place.num_maps for place in places))
         for lane in self.lanes:
             lane.close()
 

@@ -1,7 +1,8 @@
 """ReplayReader: sample stores that someone else wrote or is writing.
 
 It takes no lock and writes nothing. What it sees grows with the stores: each `sample` asks with one
-``stat`` of the journal whether there is something new, and reads the new lines only.
+``stat`` of the journal whether there is something new, and reads the new lines only. What is new is
+taken in where no signal interrupts it (`shield`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from mmbuf import files, vm
+from mmbuf import files, shield, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.notebook import Shown
@@ -98,7 +99,7 @@ class ReplayReader:
             shard,
             follow,
         )
-        self._open(seeds)
+        shield.run(self._open, seeds)
 
     def _open(self, seeds: np.random.SeedSequence) -> None:
         options = self._options
@@ -134,8 +135,11 @@ class ReplayReader:
         stores = self._stores
         if stores.is_single and not (stores.has_news() or self._window.has_evicted):
             return False
+        return shield.run(self._refresh)
+
+    def _refresh(self) -> bool:
         with self._window.changing:
-            news = stores.refresh()
+            news = self._stores.refresh()
             has_changed = bool(news)
             self._take_in(news)
             self._window.reclaim()  # what gathers of other threads still looked at
@@ -207,7 +211,9 @@ class ReplayReader:
         """As `TrajectoryReplayBuffer.get_trajectory`; by one of `trajectory_ids`."""
         if self._is_closed:
             raise _closed("get_trajectory")
-        return self._retried(partial(self._window.get_trajectory, trajectory_id))
+        read = partial(self._window.get_trajectory, trajectory_id)
+        trajectory: Trajectory = shield.run(self._retried, read)
+        return trajectory
 
     def get_entry(self, trajectory_id: Any) -> Entry:
         """As `TrajectoryReplayBuffer.get_entry`; by one of `trajectory_ids`."""
@@ -261,7 +267,7 @@ class ReplayReader:
 
         ``unread_bytes`` are those of the journals that are not read yet.
         """
-        stats = self._window.get_stats()
+        stats = shield.run(self._window.get_stats)
         stats["num_stores"] = self._stores.num_stores
         stats["unread_bytes"] = self._stores.unread_bytes
         return stats
@@ -276,6 +282,9 @@ class ReplayReader:
 
     def close(self) -> None:
         """Give back all memory. Closing again does nothing."""
+        shield.run(self._close)
+
+    def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._stores.close()
@@ -292,7 +301,7 @@ class ReplayReader:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._options = state["options"]
-        self._open(state["seeds"])
+        shield.run(self._open, state["seeds"])
 
     def __repr__(self) -> str:
         return self._shown().as_text()

@@ -295,6 +295,18 @@ class Payload:
                     return (self.num_steps, self.num_envs, *column.row_shape)
         return (self.num_steps, self.num_envs)
 
+    def on_host(self) -> Payload:
+        """The payload with all leaves in the host's memory.
+
+        Called by whoever made them: another thread has another current stream, and would not wait
+        for what goes on in this one.
+        """
+        self._leaves = [
+            leaf.cpu() if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf
+            for leaf in self._leaves
+        ]
+        return self
+
     def texts(self, position: int) -> list[str]:
         """The N strings of a text column, in row order."""
         return list(itertools.chain.from_iterable(self._leaves[position]))

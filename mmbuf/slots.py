@@ -15,6 +15,7 @@ Slots whose offset into a lane agrees need no search at all: dense lanes are suc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,13 +37,26 @@ class Facts(NamedTuple):
 NUM_ENVS, TRAJECTORY_ID, UUID_MARK = range(len(Facts._fields))  # rows of `SlotTable.facts`
 
 
+class Pin:
+    """Keeps what a view shows from being given back, for as long as somebody has the pin.
+
+    That is a variable of who gathers: it goes with him, whatever ends him, and nothing has to be
+    called for that. ``holds`` lives as long as the pin.
+    """
+
+    __slots__ = ("__weakref__", "holds")
+
+    def __init__(self) -> None:
+        self.holds: list[object] | None = None
+
+
 class View:
     """What one gather needs to know, never changed once made (but for ``filled``, see `cache`).
 
     ``low`` and ``high`` bound the window's row numbers, ``first`` and ``stop`` the indices of its
     slots; slot ``i`` has the rows from ``starts[i]`` to ``starts[i + 1]`` and ``facts[:, i]``, the
-    fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, and ``marks`` is
-    the list of the gathers that go on.
+    fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, and ``pins`` are
+    the gathers that go on.
     """
 
     __slots__ = (
@@ -58,8 +72,8 @@ class View:
         "high",
         "is_filled",
         "low",
-        "marks",
         "needs_slots",
+        "pins",
         "starts",
         "stop",
     )
@@ -84,12 +98,13 @@ class View:
             for offsets, changed in zip(table.offsets, table.changed, strict=True)
         ]
         self.needs_slots = not is_filled or None in self._shifts
-        self.marks: list[object] = []
+        self.pins: set[weakref.ref[Pin]] = set()
 
-    def unmark(self, mark: object) -> None:
-        """Take a mark away; none there is fine (a forked child takes those of other threads)."""
-        if mark in self.marks:
-            self.marks.remove(mark)
+    def pin(self, pin: Pin) -> weakref.ref[Pin]:
+        """Pin the view for as long as there is ``pin``."""
+        reference = weakref.ref(pin, self.pins.discard)
+        self.pins.add(reference)
+        return reference
 
     def slots_of(self, rows: Array) -> Array:
         """Index into the table of the slot of each row; int64."""

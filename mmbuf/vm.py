@@ -181,6 +181,33 @@ class MapBudget:
         self._lock = threading.Lock()
 
 
+class MapShare:
+    """The mappings of one owner: what it still has is given back to `MAPS` when it is gone.
+
+    For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._used = [0]
+        weakref.finalize(self, _give_back_maps, self._used).atexit = False
+
+    def take(self, count: int) -> bool:
+        """As `MapBudget.take`."""
+        if not MAPS.take(count):
+            return False
+        self._used[0] += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        self._used[0] -= count
+        MAPS.give_back(count)
+
+
+def _give_back_maps(used: list[int]) -> None:
+    MAPS.give_back(used[0])
+    used[0] = 0
+
+
 def max_map_count() -> int:
     """How many VMAs the kernel allows a process."""
     try:

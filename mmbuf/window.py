@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmbuf import files, storage
+from mmbuf import files, shield, storage
 from mmbuf.batch import (
     Batch,
     Leaf,
@@ -345,14 +345,17 @@ class Window:
     def _own(self, sampler: Sampler) -> None:
         """ValueError for a sampler that belongs to another."""
         if sampler.owner is None:
-            sampler.owner = self.identity
-            with self._count_lock:
-                self._samplers.add(sampler)
+            shield.run(self._adopt, sampler)
         elif sampler.owner is not self.identity:
             raise ValueError(
                 "sampler: expected one of this buffer's own, got one that has drawn from another. "
                 "Make one for each."
             )
+
+    def _adopt(self, sampler: Sampler) -> None:
+        with self._count_lock:
+            self._samplers.add(sampler)
+        sampler.owner = self.identity
 
     def _count_sampled(self, num_rows: int) -> None:
         with self._count_lock:

@@ -1,20 +1,25 @@
-"""TrajectoryWriter: the one background thread: write, publish, journal, rewire.
+"""TrajectoryWriter: the background thread: write, publish, journal, rewire.
 
 Trajectories are written in the order they were added, so a store is always a prefix of what was
-added. A failure stops the thread: the trajectory stays in memory and first in line, the failure is
+added. A failure stops the writing: the trajectory stays in memory and first in line, the failure is
 raised to whoever calls next, and the call after that tries again.
+
+The thread lives while there is something to write and a little longer; it is no daemon, so the
+interpreter does not end before it has written all. Where no thread is to be had (a limit of
+processes, the interpreter's exit) whoever waits does the work himself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mmbuf import files, storage
+from mmbuf import files, shield, storage
 from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
@@ -25,16 +30,36 @@ from mmbuf.places import Slot
 _T = TypeVar("_T")
 
 MAX_PENDING_BYTES = 512 << 20
-_LOOK_S = 1.0  # waits end by themselves to look whether the thread still lives
+_LINGER_S = 2.0  # of a thread that has nothing to write, since starting one costs about 0.1 ms
+
+_log = logging.getLogger("mmbuf")
+
+
+class _Call:
+    """A function to be called when all that is pending is written, and what became of it."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function = function
+        self._arguments = arguments
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self._function(*self._arguments)
+        except BaseException as error:
+            self.error = error
+        self.is_done = True
 
 
 class TrajectoryWriter:
     """Writes slots of a cache to the store of ``index``.
 
     ``submit``, ``wait_for_room``, ``flush``, ``clear``, ``load``, ``stop`` and ``close`` are for
-    one thread at a time. ``metadata()`` gives what the snapshots say beside the index;
-    ``format_name`` is that of the files. What ``budget`` has no room for is dropped once newer ones
-    are written.
+    one thread at a time, and for threads that no signal reaches. ``metadata()`` gives what the
+    snapshots say beside the index; ``format_name`` is that of the files. What ``budget`` has no
+    room for is dropped once newer ones are written.
     """
 
     def __init__(
@@ -54,12 +79,19 @@ class TrajectoryWriter:
         self._budget = budget
         self._format_name = format_name
         self._max_pending_bytes = max_pending_bytes
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmbuf-writer")
         self._pending: deque[tuple[TrajectoryCache, Slot, int]] = deque()
-        self._changed = threading.Condition()  # guards all below; notified after each write
+        # Guards all below. Reentrant, since the garbage collection may call `let_go` in the middle
+        # of anything.
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # notified after each write and each call
+        self._asked = threading.Condition(lock)  # notified when the thread has something to do
         self.pending_bytes = 0
-        self._is_running = False
-        self._failure: BaseException | None = None
+        self._calls: deque[_Call] = deque()
+        self._has_worker = False  # the thread, or whoever does its work
+        self._is_stopping = False
+        self._on_end: Callable[[], None] | None = None  # when all is written and nobody is left
+        self._failure: BaseException | None = None  # that nobody was told of yet
+        self._has_failed = False  # and nobody has asked since to try again
         self._published: tuple[Slot, Entry, str] | None = None  # and not yet told to the cache
 
     @property
@@ -72,11 +104,13 @@ class TrajectoryWriter:
         return len(self._pending)
 
     def submit(self, cache: TrajectoryCache, slot: Slot, size_bytes: int) -> None:
-        """Have the slot written; returns at once."""
+        """Have the slot written; returns at once, but at the interpreter's exit."""
         with self._changed:
             self._pending.append((cache, slot, size_bytes))
             self.pending_bytes += size_bytes
-        self._start()
+        self._try_again()
+        if not self._start() and shield.is_exiting():
+            self._work_here()  # nobody else ever would
 
     def raise_failure(self) -> None:
         """Raise a failure that nobody was told of yet, as WriteError."""
@@ -135,7 +169,10 @@ class TrajectoryWriter:
             lost = len(self._pending)
             self._pending.clear()
             self.pending_bytes = 0
-        self._executor.shutdown(wait=True)
+            self._is_stopping = True
+            self._asked.notify_all()
+            while self._has_worker:
+                self._changed.wait(shield.LOOK_S)
         return lost
 
     def close(self) -> None:
@@ -145,18 +182,51 @@ class TrajectoryWriter:
         except OSError as error:
             raise WriteError(f"{self._index.directory}: {error}") from error
 
-    def _start(self) -> None:
+    def let_go(self, release: Callable[[], None]) -> None:
+        """Nobody has the buffer any more: write what is pending, then end and ``release()``.
+
+        Does not wait. What cannot be written is lost then, and the log says so.
+        """
         with self._changed:
-            # Not while a failure is untold: it would be told a second time, as another.
-            if not self._is_running and self._pending and self._failure is None:
-                self._is_running = True
-                self._executor.submit(self._run)
+            self._is_stopping, self._on_end = True, release
+            self._failure, self._has_failed = None, False  # tried once more
+            self._asked.notify_all()
+            if self._has_worker:
+                return
+        if not self._pending or not self._start():
+            self._end()
+
+    def _end(self) -> None:
+        """End for good if the buffer was let go: nobody works any more."""
+        with self._changed:
+            release, self._on_end = self._on_end, None
+        if release is None:
+            return
+        if self._pending:
+            _log.warning(
+                "%s: a buffer was dropped without close, and %d trajectories were not written: %s",
+                self.directory,
+                len(self._pending),
+                self._failure or "no thread is to be had",
+            )
+            self._pending.clear()
+        try:
+            self._index.close()
+        except OSError as error:
+            _log.warning("%s: %s", self.directory, error)
+        release()
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        self._start()
-        with self._changed:
-            while not is_done() and self._failure is None:
-                self._changed.wait(_LOOK_S)
+        """Wait for the thread; WriteError should it fail meanwhile."""
+        self._try_again()
+        while True:
+            if not self._start():
+                self._work_here()
+            with self._changed:
+                if is_done() or self._failure is not None:
+                    break
+                self._changed.wait(shield.LOOK_S)
+            shield.check()
         self.raise_failure()
 
     def unsynced(self) -> set[str]:
@@ -168,40 +238,122 @@ class TrajectoryWriter:
 
         Does not wait: the thread may have no end of trajectories to write before it.
         """
-        self._executor.submit(self._index.note_synced, uuids)
+        self._add_call(self._index.note_synced, uuids)
 
     def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run something in the thread, after what is pending; OSError becomes WriteError."""
-        try:
-            return self._executor.submit(function, *arguments).result()
-        except OSError as error:
+        """Call something when all that is pending is written, and wait; OSError is a WriteError.
+
+        Of a failure of the writing nothing is said here.
+        """
+        call = self._add_call(function, *arguments)
+        while not call.is_done:
+            if not self._start():
+                self._work_here()
+            with self._changed:
+                if not call.is_done:
+                    self._changed.wait(shield.LOOK_S)
+                if call in self._calls:  # else it has begun, and is not left half done
+                    try:
+                        shield.check()
+                    except BaseException:
+                        self._calls.remove(call)
+                        raise
+        if isinstance(call.error, OSError):
             with self._changed:
                 self._failure = None  # an earlier one is told by this: the next call tries again
-            raise WriteError(f"{self._index.directory}: {error}") from error
+            raise WriteError(f"{self._index.directory}: {call.error}") from call.error
+        if call.error is not None:
+            raise call.error
+        result: _T = call.result
+        return result
+
+    def _add_call(self, function: Callable[..., Any], *arguments: Any) -> _Call:
+        call = _Call(function, arguments)
+        with self._changed:
+            self._calls.append(call)
+        self._start()
+        return call
+
+    def _start(self) -> bool:
+        """See to it that somebody does what there is to do; False where no thread is to be had."""
+        with self._changed:
+            if self._has_worker or not self._has_work():
+                self._asked.notify_all()
+                return True
+            if shield.is_exiting():
+                return False
+            self._has_worker = True
+        try:
+            threading.Thread(target=self._run, name="mmbuf-writer", daemon=False).start()
+        except RuntimeError:
+            with self._changed:
+                self._has_worker = False
+            return False
+        return True
+
+    def _try_again(self) -> None:
+        """Write on after a failure; not while it is untold: it would be told again, as another."""
+        with self._changed:
+            if self._failure is None:
+                self._has_failed = False
+
+    def _has_work(self) -> bool:
+        return bool(self._calls or (self._pending and not self._has_failed))
+
+    def _work_here(self) -> None:
+        """Do what there is to do in this thread, unless another does it."""
+        with self._changed:
+            if self._has_worker:
+                return
+            self._has_worker = True
+        try:
+            self._work(linger_s=0.0)
+        except BaseException:  # an interrupt: in this thread it can be
+            with self._changed:
+                self._has_worker = False
+            raise
 
     # -- in the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while self._has_more():
-                self._write_pending()
-                if self._index.is_snapshot_due():
-                    self._write_snapshots()
-        except BaseException as error:  # reaches the caller by raise_failure
-            with self._changed:
-                self._is_running = False
-                self._failure = error
-                self._changed.notify_all()
+        self._work(linger_s=_LINGER_S)
 
-    def _has_more(self) -> bool:
-        """Whether anything is pending; if not the thread is free to be begun anew.
+    def _work(self, *, linger_s: float) -> None:
+        while self._has_more(linger_s):
+            if self._pending and not self._has_failed:
+                self._write_all()
+            elif self._calls:
+                self._calls.popleft().run()
+                with self._changed:
+                    self._changed.notify_all()
+        self._end()
 
-        Not before the snapshots are written: else one more run could wait behind them, and fail
-        once more after their failure was told.
+    def _has_more(self, linger_s: float) -> bool:
+        """Whether there is something to do, waiting a little for it; if not this was the last.
+
+        That is decided under the lock, so that nothing is left to a thread that has ended.
         """
+        deadline = time.monotonic() + linger_s
         with self._changed:
-            self._is_running = bool(self._pending)
-            return self._is_running
+            while not self._has_work():
+                left_s = deadline - time.monotonic()
+                if self._is_stopping or left_s <= 0 or shield.is_exiting():
+                    self._has_worker = False
+                    self._changed.notify_all()
+                    return False
+                self._asked.wait(min(left_s, shield.LOOK_S))
+            return True
+
+    def _write_all(self) -> None:
+        """Write what is pending, then the snapshots; `raise_failure` tells what fails."""
+        try:
+            self._write_pending()
+            if self._index.is_snapshot_due():
+                self._write_snapshots()
+        except BaseException as error:
+            with self._changed:
+                self._failure, self._has_failed = error, True
+                self._changed.notify_all()
 
     def _write_pending(self) -> None:
         while True:
@@ -215,6 +367,7 @@ class TrajectoryWriter:
                     self._pending.popleft()
                     self.pending_bytes -= size_bytes
                 self._changed.notify_all()
+            del cache, slot  # a thread that lingers must not keep what was dropped
             self._drop_excess()
 
     def _write(self, cache: TrajectoryCache, slot: Slot) -> None:

@@ -30,6 +30,7 @@ RANKS = {
     "files": 1,
     "formats": 1,
     "schema": 1,
+    "shield": 1,
     "vm": 1,
     "budget": 1,
     "formats.native": 2,
@@ -136,6 +137,7 @@ HARMLESS = {
     ("health", "os"): {"PathLike"},
     ("reader", "os"): {"PathLike"},
     ("transfer", "os"): {"PathLike"},
+    ("shield", "os"): {"register_at_fork"},
     ("window", "os"): {"register_at_fork"},
     ("channel", "fcntl"): {"ioctl"},
 }

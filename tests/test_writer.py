@@ -241,7 +241,7 @@ def test_a_failure_that_comes_while_flush_begins_is_told_once(
             patch.setattr(writer, "_wait", wait)
             with pytest.raises(WriteError):
                 buffer.flush()
-        assert not writer._is_running, "begun again, to fail again"
+        assert not writer._has_work(), "begun again, to fail again"
         gate.error = None
         gate.is_open.set()
         buffer.flush()
@@ -256,7 +256,7 @@ def test_while_the_disk_stays_full_every_flush_says_so_and_no_row_is_lost(
         fault = Fault(monkeypatch, step, float("inf"))
         refused = 0
         while len(buffer) < 5:
-            wait_until(lambda: not buffer._writer._is_running)  # type: ignore[union-attr]
+            wait_until(lambda: not buffer._writer._has_work())  # type: ignore[union-attr]
             try:
                 add(buffer, len(buffer))
             except WriteError:
@@ -343,7 +343,7 @@ def test_a_failed_snapshot_is_told_once_though_more_was_added_meanwhile(
             wait_for_failure(buffer)
             with pytest.raises(WriteError):
                 buffer.flush()
-            writer._executor.submit(lambda: None).result()
+            writer._call(lambda: None)
             assert writer._failure is None, "tried again, to fail again"
             assert buffer.get_stats()["pending_trajectories"] == 1
         buffer.flush()
