@@ -194,7 +194,7 @@ class TrajectoryReplayBuffer:
             if writer is not None:
                 writer.raise_failure()
             schema = self._window.schema
-            if schema is not None and payload.schema != schema:  # that of another thread's by now
+            if schema is not None and payload.schema is not schema:  # another thread's by now
                 payload = measure(fields, schema)
             entry = Entry(
                 uuid.uuid4().hex,

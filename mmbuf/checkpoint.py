@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mmbuf import files, index, storage
+from mmbuf import files, index, shield, storage
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, MmbufError, SchemaError, WriteError
 from mmbuf.index import Contents
@@ -134,6 +134,7 @@ def _placed(
     directory: str, entry: Entry, put: Put, format_name: str, synced: Collection[str]
 ) -> Entry:
     """The entry, with its file in ``directory`` and on the disk itself."""
+    shield.check()
     path = files.join(directory, entry.file)
     placed = put(entry, path, format_name)
     if entry.uuid not in synced or placed.format != entry.format:
@@ -265,6 +266,7 @@ def _read_rlinf(
             if name not in here:
                 missing.append(trajectory_id)
                 continue
+            shield.check()
             file = files.join(directory, name)
             try:
                 entry, schema = _described(file, name, contents)
@@ -382,6 +384,7 @@ def brought_in(directory: str, source: str, contents: Contents) -> Iterator[Cont
     made: list[str] = []
     try:
         for entry in contents.entries.values():
+            shield.check()
             origin = files.join(source, entry.file)
             file = entry.file
             if not files.is_same(origin, files.join(directory, file)):
