@@ -659,11 +659,14 @@ class TrajectoryCache:
         """Fill the slots of these indices of a view that have places."""
         pin = Pin()
         self._pinned(pin)  # of its own: the gather may be interrupted, and not wait for this
-        for index in indices.tolist():
-            shield.check()
-            slot = self._slots[view.first_number + index]
-            if slot.place is not None:
-                self._fill(slot)
+        try:
+            for index in indices.tolist():
+                shield.check()
+                slot = self._slots[view.first_number + index]
+                if slot.place is not None:
+                    self._fill(slot)
+        finally:
+            del pin
 
     def _gather_draw(self, view: View, draw: Draw, out: Sequence[Leaf] | None) -> list[Leaf]:
         """The columns of a draw, each from its own rows."""
