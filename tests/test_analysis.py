@@ -578,7 +578,10 @@ def stores(draw: st.DrawFn) -> list[dict[str, Any]]:
                 "is_success": rng.random(shape) < 0.2,
             },
             **{name: rng.random((shape[0] + 1, shape[1])) < 0.3 for name in sorted(names)},
-            **({"rewards": rng.normal(size=(*shape, num_rewards))} if num_rewards else {}),
+            # In eighths, whose sums are exact in whatever order they are taken.
+            **(
+                {"rewards": rng.integers(-99, 99, (*shape, num_rewards)) / 8} if num_rewards else {}
+            ),
         }
         for shape in shapes
     ]

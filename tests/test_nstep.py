@@ -360,6 +360,13 @@ def test_sums_of_float32_are_rounded_once() -> None:
         assert abs(found - exact) <= np.spacing(np.float32(abs(exact))) / 2 + 1e-12
 
 
+def test_a_reward_counts_as_much_on_every_processor() -> None:
+    rewards = torch.zeros(60, 1, 1, dtype=torch.float64)
+    rewards[-1] = 1.0
+    found = targets(rollout(0, rewards), 60, 0.9, 2000)
+    assert [found[t][0] for t in range(60)] == [0.9 ** (59 - t) for t in range(60)]
+
+
 @pytest.mark.parametrize("reward", [float("inf"), float("-inf")])
 def test_infinite_reward_of_the_last_step_is_no_nan(reward: float) -> None:
     found = targets(rollout(0, [1, 2, reward], terminations=[(2, 0)]), n=5)

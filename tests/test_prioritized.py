@@ -402,7 +402,7 @@ def test_integers_are_priorities_too() -> None:
 def test_eps_is_added_before_the_power_is_taken() -> None:
     buffer, sampler = in_memory(1, 2), Prioritized(0.5, eps=1.0)
     set_all(buffer, sampler, lambda row: [8.0, 24.0][row])
-    assert values_of(sampler) == [3, 5]
+    assert values_of(sampler) == pytest.approx([3, 5], rel=1e-14, abs=0)
 
 
 def test_of_updates_of_one_row_the_last_holds() -> None:
@@ -579,7 +579,9 @@ class Model:
         shares = np.array([self.values[row] for row in rows]) / total
         weights = (len(window) * shares) ** -self.sampler.beta
         assert np.allclose(batch["weights"].numpy(), weights / weights.max(), rtol=1e-5, atol=0)
-        assert values_of(self.sampler) == [self.values[row] for row in window]
+        # Whose last bits NumPy's powers of arrays and of single numbers do not share everywhere.
+        expected = [self.values[row] for row in window]
+        np.testing.assert_allclose(values_of(self.sampler), expected, rtol=1e-14, atol=0)
         return batch
 
     def update(self, rows: list[int], handles: Any, priorities: list[float]) -> None:
@@ -778,17 +780,18 @@ def test_a_change_that_was_broken_off_does_not_keep_rows_from_being_drawn(
 
 def go_on(
     buffer: TrajectoryReplayBuffer, sampler: Prioritized, num_steps: int
-) -> list[tuple[list[int], list[float]]]:
+) -> tuple[list[list[int]], list[Array]]:
     """Train for some steps: what was drawn, and its weights."""
-    found = []
+    drawn, weights = [], []
     for step in range(num_steps):
         batch = buffer.sample(16, sampler=sampler)
         rows = batch["row"]
         sampler.update_priorities(batch["info"]["handle"], (rows * 7 + step) % 13 / 5.0)
-        found.append((rows.tolist(), batch["weights"].tolist()))
+        drawn.append(rows.tolist())
+        weights.append(batch["weights"].numpy())
         if step % 4 == 3:
             buffer.add_trajectories([numbered(buffer.trajectory_counter, 6 + step % 3)])
-    return found
+    return drawn, weights
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4, 50])
@@ -805,11 +808,14 @@ def test_batches_go_on_in_a_buffer_that_loads_the_checkpoint(
         go_on(buffer, sampler, num_steps)
         buffer.save_checkpoint(tmp_path / "checkpoint")
         state = saved(sampler.state_dict())
-        expected = go_on(buffer, sampler, 30)
+        rows, weights = go_on(buffer, sampler, 30)
     with TrajectoryReplayBuffer(sample_window_size=8) as other:
         other.load_checkpoint(tmp_path / "checkpoint")
         other_sampler.load_state_dict(state)
-        assert go_on(other, other_sampler, 30) == expected
+        other_rows, other_weights = go_on(other, other_sampler, 30)
+    assert other_rows == rows
+    # The leaves lie elsewhere in the tree, so their sum may be rounded otherwise.
+    np.testing.assert_array_max_ulp(np.array(other_weights), np.array(weights), maxulp=1)
 
 
 def test_a_loaded_state_that_was_not_drawn_from_is_the_same_state() -> None:

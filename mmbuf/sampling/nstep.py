@@ -47,7 +47,9 @@ class NStep(Sampler):
         self.rows = rows or Uniform()
         self.needs_info = self.rows.needs_info
         self.has_even_batches = self.rows.has_even_batches
-        self._powers = gamma ** np.arange(n + 1)
+        # One by one: those of an array NumPy computes by another routine where the processor has
+        # one, and the same rewards would have other sums there.
+        self._powers = np.array([float(gamma) ** steps for steps in range(n + 1)])
         self._ahead = np.arange(n)
         self._episodes = Episodes()
         self._discounts = self._powers.astype(np.float32)

@@ -28,6 +28,10 @@ class Prioritized(Sampler):
     Batches have ``weights``, float32 ``[K]``, and ``info``, whose ``handle`` names the rows for
     `update_priorities`. New rows have the highest priority seen so far. ``eps`` is added to each
     priority, so that none is 0. ``alpha`` 0 is uniform; ``beta`` may be changed at any time.
+
+    Equal seeds and updates give equal batches on one kind of processor. On another, whose powers
+    are rounded otherwise, and after `load_state_dict`, which may order the sums otherwise, weights
+    may differ in their last bits, and with a chance of about as little a row.
     """
 
     needs_info = True

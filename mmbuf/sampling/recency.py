@@ -18,7 +18,8 @@ _BLOCK_ROWS = 1 << 18
 class Recent(Sampler):
     """Rows with replacement, the newest most often: the weight halves every ``half_life`` rows.
 
-    The age of a row is the number of rows that were added after it.
+    The age of a row is the number of rows that were added after it. It comes from a logarithm,
+    which another kind of processor may round otherwise: equal seeds give equal batches on one kind.
     """
 
     def __init__(self, half_life: float) -> None:
