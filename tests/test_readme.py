@@ -43,6 +43,13 @@ def test_the_test_command_is_the_one_that_continuous_integration_runs() -> None:
     assert "grep -m 1 'pytest$' README.md" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_continuous_integration_runs_with_the_oldest_torch_that_is_allowed() -> None:
+    allowed = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    pinned = re.findall(r"torch==([\d.]+)", (ROOT / ".ci" / "run").read_text())
+    assert len(allowed) == 1
+    assert set(pinned) == {f"{allowed[0]}.0"}
+
+
 @pytest.mark.parametrize("name", ["demo", "test"])
 def test_each_extra_that_the_commands_install_exists(name: str) -> None:
     assert f'-e ".[{name}]"' in README
