@@ -11,7 +11,8 @@
     ├── WriteError       (OSError)       the background write failed; the cause is chained
     └── ClosedError      (ValueError)    used after close
 
-Messages read *where: what: expected X, got Y. Remedy.*
+Messages read *where: what: expected X, got Y. Remedy.* They are one line and can be printed,
+whatever the names in them are made of.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mmbuf.terminal import printable
+
 
 class MmbufError(Exception):
     """Base of all errors of mmbuf."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class SchemaError(MmbufError, ValueError):

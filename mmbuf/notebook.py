@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from mmbuf.terminal import printable
+
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -31,11 +33,6 @@ class Shown(NamedTuple):
             return f"<div>{head}</div>"
         lines = [_line("th", self.headers), *(_line("td", column) for column in self.columns)]
         return f"<div>{head}<table>{''.join(lines)}</table></div>"
-
-
-def printable(text: str) -> str:
-    """``text`` on one line: what would move a cursor, or what UTF-8 cannot hold, as its escape."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def told_bytes(size_bytes: int) -> str:

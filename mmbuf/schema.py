@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from mmbuf.errors import SchemaError
+from mmbuf.terminal import printable
 
 Path = tuple[str, ...]
 Leaf = torch.Tensor | np.ndarray[Any, Any] | list[list[str]]
@@ -178,7 +179,7 @@ class Schema:
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{c.name}: {c.dtype}{list(c.row_shape)}" for c in self.columns)
-        return f"Schema({inside})"
+        return printable(f"Schema({inside})")
 
     def nest(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """One value per column, in order, as the nested dict."""

@@ -23,6 +23,7 @@ import mmbuf
 ROOT = Path(mmbuf.__file__).parent
 
 RANKS = {
+    "terminal": -1,
     "errors": 0,
     "entry": 1,
     "notebook": 1,

@@ -13,7 +13,8 @@ import torch
 from data import opened, trajectory
 
 from mmbuf import ReplayReader, Trajectory, TrajectoryReplayBuffer
-from mmbuf.notebook import Shown, printable, told_bytes
+from mmbuf.notebook import Shown, told_bytes
+from mmbuf.terminal import printable
 
 Shows = TrajectoryReplayBuffer | ReplayReader | Trajectory
 

@@ -6,6 +6,7 @@ import sys
 
 import mmbuf
 from mmbuf.errors import MmbufError
+from mmbuf.terminal import printable
 
 try:
     import rich  # noqa: F401
@@ -64,5 +65,7 @@ def main(*command: str) -> None:
         sys.exit(f'mmbuf: the command needs {_missing}. Install it: pip install "mmbuf[cli]"')
     try:
         app([*command, *sys.argv[1:]], prog_name="mmbuf")
-    except (MmbufError, OSError) as error:
+    except MmbufError as error:
         sys.exit(f"mmbuf: {error}")
+    except OSError as error:
+        sys.exit(f"mmbuf: {printable(str(error))}")

@@ -38,6 +38,7 @@ from mmbuf.batch import Batch
 from mmbuf.cli.returns import draw_learning_curve, episode_returns, mean_of_last, read_run
 from mmbuf.cli.sac import SAC, Policy
 from mmbuf.errors import ClosedError, MmbufError
+from mmbuf.terminal import printable
 
 if TYPE_CHECKING:
     from gymnasium.vector import SyncVectorEnv
@@ -72,7 +73,7 @@ def demo(
     check_extra()
     check_path(path)
     # A path may hold brackets, which would read as markup.
-    console = Console(stderr=as_json, markup=False, highlight=False)
+    console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)
     # The networks are small: a second thread would only take the collector's core.
     torch.set_num_threads(1)
     with Interrupt() as interrupt:
@@ -84,7 +85,10 @@ def demo(
         ) as buffer:
             num_before = len(buffer)
             if num_before:
-                console.print(f"{path} holds {num_before:,} trajectories already; adding to them.")
+                console.print(
+                    f"{printable(str(path))} holds {num_before:,} trajectories already; "
+                    f"adding to them."
+                )
             progress = train(buffer, seconds, seed, interrupt, console)
         result = {"path": str(path), "seed": seed, **progress.result()}
 
@@ -112,7 +116,8 @@ def demo(
         else:
             console.print(result_table(result))
             if result["learning_curve"] is not None:
-                console.print(f"learning curve: {result['learning_curve']}", soft_wrap=True)
+                picture_name = printable(result["learning_curve"])
+                console.print(f"learning curve: {picture_name}", soft_wrap=True)
         if interrupt.is_requested:
             raise typer.Exit(128 + signal.SIGINT)
     if final_return is None or final_return <= REQUIRED_RETURN:
@@ -388,7 +393,7 @@ def make_env() -> Any:
 
 def result_table(result: Mapping[str, Any]) -> Table:
     """The end of the story, for people."""
-    title = f"What {result['path']} holds, read from its files"
+    title = f"What {printable(result['path'])} holds, read from its files"
     table = Table(title=title, show_header=False, min_width=60)
     table.add_column()
     table.add_column(justify="right")

@@ -11,7 +11,7 @@ import typer
 
 from mmbuf.analysis import Tables
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, show_json
+from mmbuf.cli.screen import AsJson, say, show_json
 from mmbuf.errors import MmbufError
 from mmbuf.exchange.episodes import Imported
 from mmbuf.exchange.hdf5 import from_hdf5
@@ -51,7 +51,7 @@ def export(
     if as_json:
         show_json(dataclasses.asdict(exported))
         return
-    print(
+    say(
         f"{directory}: {exported.num_trajectories:,} trajectories, "
         f"{exported.num_episodes:,} episodes, {exported.num_rows:,} rows"
     )
@@ -72,7 +72,7 @@ def import_(
     if as_json:
         show_json(dataclasses.asdict(imported))
         return
-    print(f"{path}: {imported.num_trajectories:,} trajectories, {imported.num_rows:,} rows")
+    say(f"{path}: {imported.num_trajectories:,} trajectories, {imported.num_rows:,} rows")
 
 
 def _check(option: str, kind: str, known: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from mmbuf import doctor as examination
 from mmbuf import health
 from mmbuf.cli.progress import shown
+from mmbuf.cli.screen import say
 
 Store = Annotated[Path, typer.Argument(help="A store, a checkpoint or a directory of RLinf's.")]
 Threads = Annotated[
@@ -37,9 +38,9 @@ def verify(path: Store, threads: Threads = None, as_json: AsJson = False) -> Non
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
         for finding in findings:
-            print(f"{'damage' if finding.is_damage else 'remark'}: {finding.path}: {finding.what}")
+            say(f"{'damage' if finding.is_damage else 'remark'}: {finding.path}: {finding.what}")
         fault = f"{len(damaged):,} things are damaged" if damaged else "nothing is damaged"
-        print(f"{path}: {num_trajectories:,} trajectories read, {fault}")
+        say(f"{path}: {num_trajectories:,} trajectories read, {fault}")
     if damaged:
         raise typer.Exit(1)
 
@@ -60,18 +61,18 @@ def repair(
         return
     would = "would be " if dry_run else ""
     for name, why in report.quarantined.items():
-        print(f"{would}moved to {health.QUARANTINE}/: {name}: {why}")
+        say(f"{would}moved to {health.QUARANTINE}/: {name}: {why}")
     for name in report.lost:
-        print(f"{would}no longer listed, since it has no file: {name}")
+        say(f"{would}no longer listed, since it has no file: {name}")
     for name in report.taken_in:
-        print(f"{would}listed again: {name}")
+        say(f"{would}listed again: {name}")
     for name, trajectory_id in report.renumbered.items():
-        print(f"{would}numbered {trajectory_id}: {name}")
+        say(f"{would}numbered {trajectory_id}: {name}")
     for name in report.rewritten:
-        print(f"{would}written anew: {name}")
+        say(f"{would}written anew: {name}")
     if not report.has_changes:
-        print("nothing to do")
-    print(f"{path}: {report.num_trajectories:,} trajectories, {report.num_rows:,} rows")
+        say("nothing to do")
+    say(f"{path}: {report.num_trajectories:,} trajectories, {report.num_rows:,} rows")
 
 
 def doctor(
@@ -88,9 +89,9 @@ def doctor(
     for remark in remarks:
         needed = "" if not remark.needed else f" (needed: {_told(remark.name, remark.needed)})"
         mark = "ok  " if remark.is_fine else "mind"
-        print(f"{mark} {remark.name}: {_told(remark.name, remark.value)}{needed}")
+        say(f"{mark} {remark.name}: {_told(remark.name, remark.value)}{needed}")
         if remark.remedy:
-            print(f"     {remark.remedy}")
+            say(f"     {remark.remedy}")
 
 
 def _told(name: str, value: Any) -> str:

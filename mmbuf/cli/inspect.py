@@ -15,6 +15,8 @@ from mmbuf.cli.screen import (
     AsJson,
     Paths,
     console,
+    query_error,
+    say,
     show_grid,
     show_json,
     tables_of,
@@ -25,6 +27,7 @@ from mmbuf.cli.screen import (
 from mmbuf.errors import MmbufError
 from mmbuf.packages import optional_package
 from mmbuf.schema import Column
+from mmbuf.terminal import printable
 
 _MAX_VERSIONS = 6
 _MAX_LINE = 80
@@ -44,7 +47,7 @@ def info(paths: Paths, as_json: AsJson = False) -> None:
         show_json(facts)
         return
     lines = {
-        "stores": "\n".join(facts["stores"]),
+        "stores": "\n".join(map(printable, facts["stores"])),
         "trajectories": f"{facts['num_trajectories']:,}",
         "rows": f"{facts['num_rows']:,}",
         "episodes": f"{facts['num_episodes']:,}",
@@ -54,7 +57,8 @@ def info(paths: Paths, as_json: AsJson = False) -> None:
         "first added": told(facts["first_added_at"]),
         "last added": told(facts["last_added_at"]),
         "written by": "\n".join(
-            f"process {w['pid']} on {w['host']}: {store}" for store, w in facts["writers"].items()
+            printable(f"process {w['pid']} on {w['host']}: {store}")
+            for store, w in facts["writers"].items()
         )
         or "nobody now",
     }
@@ -72,7 +76,7 @@ def info(paths: Paths, as_json: AsJson = False) -> None:
 def _told_versions(counts: dict[str, int]) -> str:
     """The first and the last of them, and how many trajectories each has; long names in full."""
     names = list(counts)
-    versions = [f"{name or '(none)'}: {counts[name]:,}" for name in _ends_of(names)]
+    versions = [printable(f"{name or '(none)'}: {counts[name]:,}") for name in _ends_of(names)]
     if len(versions) < len(names):
         more = f"... ({len(names):,} versions)"
         versions.insert(len(versions) // 2, more)
@@ -164,7 +168,7 @@ def ls(
     shown_columns["model_weights_id"] = [told_version(version) for version in versions]
     show_grid(names, zip(*shown_columns.values(), strict=True))
     if table.num_rows < total:
-        print(f"{total - table.num_rows:,} more; all with --limit 0")
+        say(f"{total - table.num_rows:,} more; all with --limit 0")
 
 
 def _hidden(tables: Tables) -> set[str | None]:
@@ -184,7 +188,7 @@ def _filtered(tables: Tables, where: str) -> Any:
         try:
             return connection.view("trajectories").filter(where).to_arrow_table()
         except duckdb.Error as error:
-            raise MmbufError(f"--where: {error}") from error
+            raise query_error("--where", error) from error
 
 
 def head(
@@ -224,7 +228,7 @@ def head(
         shape = "" if column["row_shape"] is None else str(tuple(column["row_shape"]))
         values = first[name].to_pylist() if name in names else [None] * first.num_rows
         lines.append((name, column["dtype"], shape, *map(_cut, values)))
-    print(
+    say(
         f"{directory}: trajectory {entry.trajectory_id}, "
         f"{entry.num_steps:,} steps of {entry.num_envs:,} environments"
     )
@@ -256,7 +260,7 @@ def stats(paths: Paths, as_json: AsJson = False) -> None:
     num_more = len(summary.versions) - len(shown_versions)
     gap_at = _MAX_VERSIONS // 2 if num_more else None
     has_success = any(version.success_rate is not None for version in shown_versions.values())
-    print("versions")
+    say("versions")
     show_grid(
         ["version", "trajectories", "episodes", "open", *(["success"] if has_success else [])],
         [
@@ -270,7 +274,7 @@ def stats(paths: Paths, as_json: AsJson = False) -> None:
         gap_at,
     )
     for what in ("returns", "lengths"):
-        print(f"{what} of episodes")
+        say(f"{what} of episodes")
         show_grid(
             ["version", *(field.name for field in dataclasses.fields(Spread))],
             [
@@ -280,7 +284,7 @@ def stats(paths: Paths, as_json: AsJson = False) -> None:
             gap_at,
         )
     if num_more:
-        print(f"{num_more:,} more versions; --json has all")
+        say(f"{num_more:,} more versions; --json has all")
 
 
 def _rounded(value: float | None) -> float | None:

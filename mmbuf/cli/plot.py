@@ -11,10 +11,11 @@ import typer
 from mmbuf.analysis import Tables
 from mmbuf.analysis.episodes import OPEN
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, Paths, show_json, tables_of
+from mmbuf.cli.screen import AsJson, Paths, say, show_json, tables_of
 from mmbuf.errors import MmbufError
 from mmbuf.packages import optional_package
 from mmbuf.schema import Array, Column
+from mmbuf.terminal import printable
 
 _NUM_FRAMES = 10
 _MAX_NAMED = 10  # versions in the legend
@@ -54,7 +55,7 @@ def plot(
     if as_json:
         show_json({"file": str(out)})
     else:
-        print(out)
+        say(str(out))
 
 
 def draw_episodes(tables: Tables) -> Any:
@@ -84,9 +85,13 @@ def draw_episodes(tables: Tables) -> Any:
         axis.set_xlim(-1, len(entries))
         axis.tick_params(labelbottom=axis is axes[-1])
     if len(versions) <= _MAX_NAMED:
-        for name, colour in zip(versions, colours, strict=True):
-            axes[0].scatter([], [], color=[colour], label=name or "(none)")
-        figure.legend(loc="outside upper left", frameon=False, ncols=2, fontsize=8)
+        marks = [axes[0].scatter([], [], color=[colour]) for colour in colours]
+        labels = [str(number) for number in range(len(versions))]  # some names would be left out
+        legend = figure.legend(
+            marks, labels, loc="outside upper left", frameon=False, ncols=2, fontsize=8
+        )
+        for text, name in zip(legend.get_texts(), versions, strict=True):
+            _write(text, name or "(none)")
     else:
         scale = matplotlib.colors.Normalize(0, len(versions) - 1)
         bar = figure.colorbar(matplotlib.cm.ScalarMappable(scale, "viridis"), ax=axes, aspect=60)
@@ -175,7 +180,8 @@ def _figure(labels: list[str], heights: list[float] | None = None) -> tuple[Any,
     ratios = {"height_ratios": heights}
     axes = list(figure.subplots(len(labels), 1, squeeze=False, gridspec_kw=ratios)[:, 0])
     for axis, label in zip(axes, labels, strict=True):
-        axis.set_ylabel(label, fontsize=8)
+        _write(axis.yaxis.label, label)
+        axis.yaxis.label.set_fontsize(8)
         axis.locator_params(axis="x", integer=True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.25)
@@ -184,13 +190,15 @@ def _figure(labels: list[str], heights: list[float] | None = None) -> tuple[Any,
 
 def _label_beside(axis: Any, name: str) -> None:
     """Upright, where the axis is lower than its name is long."""
-    axis.set_ylabel(
-        name.replace(".", ".\n"),
-        rotation=0,
-        horizontalalignment="right",
-        verticalalignment="center",
-        fontsize=8,
-    )
+    label = axis.yaxis.label
+    _write(label, *name.split("."))
+    label.set(rotation=0, horizontalalignment="right", verticalalignment="center", fontsize=8)
+
+
+def _write(label: Any, *parts: str) -> None:
+    """Put a name, whose parts stand below each other, where a text is. It is no formula."""
+    label.set_parse_math(False)
+    label.set_text(".\n".join(map(printable, parts)))
 
 
 def _is_line(column: Column) -> bool:

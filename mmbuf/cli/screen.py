@@ -17,6 +17,7 @@ from rich.table import Table as Grid
 from mmbuf import files
 from mmbuf.analysis import Tables
 from mmbuf.errors import MmbufError
+from mmbuf.terminal import printable
 
 Paths = Annotated[
     list[Path],
@@ -58,6 +59,28 @@ def writer_of(directory: str) -> dict[str, Any] | None:
     return {"pid": pid, "host": host} if is_held else None
 
 
+class QueryError(MmbufError):
+    """What DuckDB says of a query. It points into it, so its lines stay lines, but indented."""
+
+    def __str__(self) -> str:
+        return "\n    ".join(printable(line) for line in str(self.args[0]).split("\n"))
+
+
+def query_error(where: str, error: Exception, *, allow_files: bool = False) -> QueryError:
+    """The error that tells of one of DuckDB's."""
+    remedy, kind = "", type(error).__name__
+    if not allow_files and (kind == "PermissionException" or "has been locked" in str(error)):
+        remedy = "\nA query may open files and change settings with: mmbuf sql --allow-files"
+    elif not allow_files and kind == "OutOfMemoryException":
+        remedy = "\nA query may put into files what memory does not hold: mmbuf sql --allow-files"
+    return QueryError(f"{where}: {error}{remedy}")
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    print(printable(text))
+
+
 def show_json(value: Any) -> None:
     """Print as JSON; what is no number in it is null, and times are text."""
     print(json.dumps(plain(value), default=str))
@@ -81,19 +104,20 @@ def show_grid(
 ) -> None:
     """Print a table on the screen: numbers to the right. Elsewhere its lines are as long as needed.
 
-    ``gap_at`` is where rows were left out. Text is shown as it is: a path may hold brackets, which
-    would read as markup.
+    ``gap_at`` is where rows were left out. Text is no markup: a path may hold brackets.
     """
     cells = [list(row) for row in rows]
     grid = Grid()
     for position, header in enumerate(headers):
         column = [row[position] for row in cells if row[position] is not None]
         is_number = bool(column) and all(isinstance(value, (int, float)) for value in column)
-        grid.add_column(header, justify="right" if is_number else "left", overflow="fold")
+        grid.add_column(
+            printable(header), justify="right" if is_number else "left", overflow="fold"
+        )
     for position, row in enumerate(cells):
         if position == gap_at:
             grid.add_row("...")
-        grid.add_row(*map(told, row))
+        grid.add_row(*(printable(told(value)) for value in row))
     console().print(grid)
 
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, Paths, plain, show_grid, tables_of
+from mmbuf.cli.screen import AsJson, Paths, plain, query_error, say, show_grid, tables_of
 from mmbuf.errors import MmbufError
 from mmbuf.packages import optional_package
+from mmbuf.terminal import printable
 
 _BLOCK = 10_000  # rows that are fetched at once
 
@@ -58,10 +59,10 @@ def sql(
                     return
                 rows = found.fetchmany(limit + 1) if limit else found.fetchall()
     except duckdb.Error as error:
-        raise MmbufError(f"sql: {error}") from error
+        raise query_error("sql", error) from error
     show_grid(names, rows[:limit] if limit else rows)
     if limit and len(rows) > limit:
-        print(f"the first {limit:,} rows; all with --limit 0")
+        say(f"the first {limit:,} rows; all with --limit 0")
 
 
 def _rows_of(found: Any) -> Iterator[tuple[Any, ...]]:
@@ -77,14 +78,18 @@ def _write_parquet(connection: Any, query: str, target: Path) -> None:
 
 
 def _write_csv(names: list[str], rows: Iterable[tuple[Any, ...]], target: TextIO) -> None:
-    """Lists as JSON; no value as nothing."""
+    """Lists as JSON; no value as nothing. Text as it is, unless a terminal would obey it."""
     writer = csv.writer(target, lineterminator="\n")
-    writer.writerow(names)
+    is_obeyed = target.isatty()
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, (list, tuple, dict)):
+            return json.dumps(plain(value), default=str)
+        return printable(value) if is_obeyed and isinstance(value, str) else value
+
+    writer.writerow(map(cell, names))
     for row in rows:
-        writer.writerow(
-            json.dumps(plain(value)) if isinstance(value, (list, tuple, dict)) else value
-            for value in row
-        )
+        writer.writerow(map(cell, row))
 
 
 def _write_json(names: list[str], rows: Iterable[tuple[Any, ...]], target: TextIO) -> None:

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from mmbuf import storage, transfer
 from mmbuf.cli.progress import shown
+from mmbuf.cli.screen import say
 from mmbuf.errors import MmbufError
 
 SOURCE = "A store, a checkpoint or a directory of RLinf's."
@@ -109,9 +110,9 @@ def _tell(result: transfer.Transferred, target: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(dataclasses.asdict(result)))
         return
-    print(
+    say(
         f"{target}: {result.num_trajectories:,} trajectories, {result.num_rows:,} rows, "
         f"{decimal(result.size_bytes)}"
     )
     if result.num_duplicates:
-        print(f"left out, since another source has them too: {result.num_duplicates:,}")
+        say(f"left out, since another source has them too: {result.num_duplicates:,}")

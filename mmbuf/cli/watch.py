@@ -21,6 +21,7 @@ from mmbuf.analysis.rows import TrajectoryRows
 from mmbuf.cli.screen import AsJson, Paths, console, show_json, told, writer_of
 from mmbuf.errors import CorruptError
 from mmbuf.stores import Stores
+from mmbuf.terminal import printable
 from mmbuf.window import Item
 
 RATE_S = 10.0  # rates are those of the last seconds
@@ -188,9 +189,10 @@ def _disk_bytes_of(item: Item) -> int:
 
 def _grid_of(facts: dict[str, Any]) -> Grid:
     window, returns = facts["window"], facts["returns"]
-    writers = [f"process {w['pid']} on {w['host']}" for w in facts["writers"].values()]
+    writers = [printable(f"process {w['pid']} on {w['host']}") for w in facts["writers"].values()]
     stores = "1 store" if facts["num_stores"] == 1 else f"{facts['num_stores']:,} stores"
-    grid = Grid(title="\n".join(facts["paths"]), show_header=False, min_width=60)
+    version = printable(facts["version"] or "(none)")
+    grid = Grid(title="\n".join(map(printable, facts["paths"])), show_header=False, min_width=60)
     grid.add_column()
     grid.add_column(justify="right")
     grid.add_column(overflow="fold")
@@ -203,7 +205,7 @@ def _grid_of(facts: dict[str, Any]) -> Grid:
             f"{window['num_rows']:,} rows, the oldest added {_told_age(window['age_s'])}",
         ),
         ("disk", decimal(facts["disk_bytes"]), f"in {stores}"),
-        ("last add", _told_age(facts["last_add_age_s"]), f"version {facts['version'] or '(none)'}"),
+        ("last add", _told_age(facts["last_add_age_s"]), f"version {version}"),
         (
             "return",
             told(sum(returns) / len(returns) if returns else None),
