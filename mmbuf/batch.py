@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 
+from mmbuf import vm
 from mmbuf.errors import MmbufError, SchemaError
 from mmbuf.schema import Array, Column, Schema
+
+_BYTES_BESIDE = 16  # of a row: its number, and what is computed to find it
+_LARGE = 1 << 30  # a batch; smaller ones are not worth a look at the memory
 
 Batch = dict[str, Any]
 Leaf = Any  # an array in storage dtype, or a list of str
@@ -52,6 +56,21 @@ def check_free(schema: Schema, names: Sequence[str]) -> None:
             raise SchemaError(
                 f"column {column.name!r}: expected no column under {column.path[0]!r}, "
                 f"which the sampler adds, got one. Rename the column."
+            )
+
+
+def check_room(schema: Schema, num_rows: int) -> None:
+    """MemoryError for a batch of more rows than there is memory for.
+
+    The system itself would promise the memory, and end the process when it is used.
+    """
+    size_bytes = num_rows * (schema.row_bytes + _BYTES_BESIDE)
+    if size_bytes > _LARGE:
+        free = vm.free_bytes()
+        if free is not None and size_bytes > free:
+            raise MemoryError(
+                f"sample: expected a batch that fits in the {free:,} bytes of memory that are "
+                f"free, got one of {num_rows:,} rows, {size_bytes:,} bytes. Ask for fewer rows."
             )
 
 

@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mmbuf import checkpoint, files, shield, storage, vm
+from mmbuf import arguments, checkpoint, files, shield, storage, vm
 from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
@@ -47,7 +47,8 @@ class TrajectoryReplayBuffer:
     Parameters
     ----------
     seed
-        Of the buffer's own generator; None draws one. No global random state is read or set.
+        Of the buffer's own generator, an int of 0 or more or several; None draws one. No global
+        random state is read or set.
     enable_cache
         False: no file is mapped, and every row of a written trajectory is read when it is drawn
         (for network file systems).
@@ -74,7 +75,7 @@ class TrajectoryReplayBuffer:
 
     def __init__(
         self,
-        seed: int | None = 1234,
+        seed: int | Sequence[int] | None = 1234,
         enable_cache: bool = True,
         cache_size: int | None = None,
         sample_window_size: int = 100,
@@ -85,16 +86,14 @@ class TrajectoryReplayBuffer:
         max_pending_bytes: int = MAX_PENDING_BYTES,
         max_disk_bytes: int | None = None,
     ) -> None:
-        storage.checked_format(trajectory_format)
-        if cache_size is not None and cache_size < 0:
-            raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
-        if sample_window_size < 0:
-            raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
-        if max_pending_bytes < 0:
-            raise ValueError(f"max_pending_bytes: expected at least 0, got {max_pending_bytes}.")
-        if max_disk_bytes is not None and max_disk_bytes < 0:
-            raise ValueError(f"max_disk_bytes: expected None or at least 0, got {max_disk_bytes}.")
-        if auto_save and not os.fspath(auto_save_path):
+        seed = arguments.seed(seed)
+        trajectory_format = storage.checked_format(trajectory_format)
+        cache_size = arguments.whole_or_none("cache_size", cache_size)
+        sample_window_size = arguments.whole("sample_window_size", sample_window_size)
+        max_pending_bytes = arguments.whole("max_pending_bytes", max_pending_bytes)
+        max_disk_bytes = arguments.whole_or_none("max_disk_bytes", max_disk_bytes)
+        auto_save_path = arguments.path("auto_save_path", auto_save_path) if auto_save else ""
+        if auto_save and not auto_save_path:
             raise ValueError("auto_save_path: expected a directory for auto_save=True, got none.")
         self.seed = seed
         self.enable_cache = enable_cache
@@ -351,7 +350,7 @@ class TrajectoryReplayBuffer:
         """Whether the list holds at least ``min_size`` trajectories."""
         if self._is_closed:
             raise _closed("is_ready")
-        return len(self) >= min_size
+        return len(self) >= arguments.whole("min_size", min_size, None)
 
     async def is_ready_async(self, min_size: int) -> bool:
         """`is_ready`, for callers that await it."""
@@ -449,8 +448,9 @@ class TrajectoryReplayBuffer:
         buffer changes, and other threads may add and sample meanwhile. WriteError if it fails.
         """
         if trajectory_format is not None:
-            storage.checked_format(trajectory_format)
-        shield.run(self._save_checkpoint, files.absolute(save_path), trajectory_format)
+            trajectory_format = storage.checked_format(trajectory_format)
+        path = files.absolute(arguments.path("save_path", save_path))
+        shield.run(self._save_checkpoint, path, trajectory_format)
 
     def _save_checkpoint(self, path: str, trajectory_format: str | None) -> None:
         with self._save_lock, ExitStack() as stack:
@@ -510,12 +510,11 @@ class TrajectoryReplayBuffer:
         FileNotFoundError where there is no checkpoint, CorruptError for a damaged one; then
         nothing has changed.
         """
-        if is_distributed and world_size <= 0:
-            raise ValueError(f"world_size: expected at least 1, got {world_size}.")
-        if is_distributed and not 0 <= local_rank < world_size:
-            raise ValueError(f"local_rank: expected [0, {world_size}), got {local_rank}.")
-        rank = (local_rank, world_size) if is_distributed else (0, 1)
-        shield.run(self._load_checkpoint, files.absolute(load_path), *rank)
+        rank = (0, 1)
+        if is_distributed:
+            rank = arguments.rank_of("local_rank", local_rank, world_size)
+        path = files.absolute(arguments.path("load_path", load_path))
+        shield.run(self._load_checkpoint, path, *rank)
 
     def _load_checkpoint(self, path: str, local_rank: int, world_size: int) -> None:
         with self._save_lock, self._add_lock:

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmbuf.arguments import seconds, told, whole
 from mmbuf.errors import ClosedError
 
 # As many as the buffer of a socket holds on every common system (Linux by default: 278).
@@ -48,6 +49,7 @@ _SOCKET_BYTES = 1 << 20
 _TURN_TIMEOUT_S = 1.0
 # How soon a blocked put sees room that a consumer made and was killed before it could say so.
 _RECHECK_S = 0.1
+_LONGEST_WAIT_S = 86_400.0  # as an int of milliseconds it fits in what the system takes
 
 
 class Channel:
@@ -69,14 +71,17 @@ class Channel:
     """
 
     def __init__(self, maxsize: int, context: str | BaseContext | None = None) -> None:
-        if maxsize <= 0:
-            raise ValueError(f"Channel: expected a maxsize of at least 1, got {maxsize}.")
+        maxsize = whole("maxsize", maxsize, 1)
         self._items: _ThreadQueue | _ProcessQueue
         if context is None:
             self._items = _ThreadQueue(maxsize)
         else:
             if isinstance(context, str):
                 context = multiprocessing.get_context(context)
+            if not isinstance(context, BaseContext):
+                raise TypeError(
+                    f"context: expected None, a name or a context, got {told(context)}."
+                )
             self._items = _ProcessQueue(maxsize, context)
 
     def put(self, item: Any, timeout_s: float | None = None) -> None:
@@ -85,14 +90,14 @@ class Channel:
         `queue.Full` after the timeout, `ClosedError` once the channel is closed (also while it
         waits). If it raises, the item is not in the channel.
         """
-        self._items.put(item, timeout_s)
+        self._items.put(item, seconds("timeout_s", timeout_s))
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Take the oldest item; wait for one, for ever or for ``timeout_s``.
 
         `queue.Empty` after the timeout, `ClosedError` once the channel is closed and empty.
         """
-        return self._items.get(timeout_s)
+        return self._items.get(seconds("timeout_s", timeout_s))
 
     def close(self) -> None:
         """Let no further item in, for everybody, and wake all who wait. May be called again."""
@@ -253,7 +258,7 @@ class _ProcessQueue:
                 wait_s = remaining_s()
                 if wait_s <= 0:
                     raise queue.Empty from None
-                connection.wait([self._outlet], None if wait_s == float("inf") else wait_s)
+                connection.wait([self._outlet], min(wait_s, _LONGEST_WAIT_S))
                 continue
             if message:
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):

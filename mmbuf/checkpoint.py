@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from mmbuf import files, index, shield, storage
-from mmbuf.entry import Entry
+from mmbuf import arguments, files, index, shield, storage
+from mmbuf.entry import MAX_NUMBER, Entry
 from mmbuf.errors import CorruptError, MmbufError, SchemaError, WriteError
 from mmbuf.index import Contents
 
@@ -259,9 +259,10 @@ def _read_rlinf(
     here = set(files.names_in(directory))
     try:
         extension = storage.FORMATS[str(metadata.get("trajectory_format", "pt"))].EXTENSION
-        for trajectory_id in map(int, snapshot["trajectory_id_list"]):
+        for trajectory_id in snapshot["trajectory_id_list"]:
+            trajectory_id = arguments.whole("trajectory_id", trajectory_id, bound=MAX_NUMBER)
             info = snapshot["trajectory_index"][str(trajectory_id)]
-            weights_id = str(info["model_weights_id"])
+            weights_id = arguments.text("model_weights_id", info["model_weights_id"])
             name = f"trajectory_{trajectory_id}_{weights_id}{extension}"
             if name not in here:
                 missing.append(trajectory_id)
@@ -282,7 +283,9 @@ def _read_rlinf(
                 dataclasses.replace(
                     entry,
                     trajectory_id=trajectory_id,
-                    max_episode_length=int(info["max_episode_length"]),
+                    max_episode_length=arguments.whole(
+                        "max_episode_length", info["max_episode_length"], bound=MAX_NUMBER
+                    ),
                     model_weights_id=weights_id,
                 )
             )
@@ -352,11 +355,11 @@ def shard(contents: Contents, rank: int, world_size: int) -> Contents:
     return part
 
 
-def generator_of(path: str, contents: Contents, seed: int | None) -> np.random.Generator:
+def generator_of(path: str, contents: Contents, seed: Any) -> np.random.Generator:
     """The generator as it was saved; else from the saved seed, else ``seed``."""
     metadata = contents.metadata
     try:
-        generator = np.random.default_rng(metadata.get("seed", seed))
+        generator = np.random.default_rng(arguments.seed(metadata.get("seed", seed)))
         if "rng_state" in metadata:
             generator.bit_generator.state = metadata["rng_state"]
     except (LookupError, TypeError, ValueError, OverflowError) as error:

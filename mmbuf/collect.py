@@ -11,7 +11,7 @@ import torch
 
 from mmbuf.errors import SchemaError
 from mmbuf.schema import Array, Schema, measure
-from mmbuf.trajectory import Trajectory
+from mmbuf.trajectory import Trajectory, checked_episode_length, checked_weights_id
 
 
 class TrajectoryCollector:
@@ -22,8 +22,10 @@ class TrajectoryCollector:
     """
 
     def __init__(self, max_episode_length: int = 0, model_weights_id: str | None = None) -> None:
-        self.max_episode_length = max_episode_length
-        self.model_weights_id = model_weights_id
+        self.max_episode_length = checked_episode_length(max_episode_length)
+        self.model_weights_id = (
+            None if model_weights_id is None else checked_weights_id(model_weights_id)
+        )
         self._schema: Schema | None = None
         self._num_envs = 0
         self._steps: list[list[Array | list[str]]] = []

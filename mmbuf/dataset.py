@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mmbuf import files
+from mmbuf.arguments import number, seconds, whole
 from mmbuf.batch import Batch
 from mmbuf.buffer import TrajectoryReplayBuffer
 from mmbuf.errors import ClosedError, EmptyBufferError, SchemaError
@@ -77,14 +78,16 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         demo_sampler: Sampler | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        _check_at_least(1, "batch_size", batch_size)
-        _check_at_least(0, "min_replay_buffer_size", min_replay_buffer_size)
-        _check_at_least(0, "min_demo_buffer_size", min_demo_buffer_size)
+        batch_size = whole("batch_size", batch_size, 1)
+        min_replay_buffer_size = whole("min_replay_buffer_size", min_replay_buffer_size)
+        min_demo_buffer_size = whole("min_demo_buffer_size", min_demo_buffer_size)
         if self._draws_ahead:
-            _check_at_least(1, "prefetch_size", prefetch_size)
+            prefetch_size = whole("prefetch_size", prefetch_size, 1)
+        demo_fraction = number("demo_fraction", demo_fraction)
+        timeout_s = seconds("timeout_s", timeout_s)
         if not 0 <= demo_fraction <= 1:
             raise ValueError(f"demo_fraction: expected a number in [0, 1], got {demo_fraction}.")
-        if timeout_s is not None and not timeout_s >= 0:
+        if timeout_s is not None and timeout_s < 0:
             raise ValueError(f"timeout_s: expected None or at least 0, got {timeout_s}.")
         num_demo = 0 if demo_buffer is None else round(batch_size * demo_fraction)
         parts = [
@@ -411,8 +414,3 @@ def _kind(leaf: Any) -> str:
         dtype = str(leaf.dtype).removeprefix("torch.")
         return f"{dtype} rows of shape {tuple(leaf.shape[1:])}"
     return {type(None): "none", list: "text", dict: "a dict"}.get(type(leaf), type(leaf).__name__)
-
-
-def _check_at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}.")

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
-from mmbuf import files, storage, vm
+from mmbuf import arguments, files, storage, vm
 from mmbuf.errors import MmbufError
 from mmbuf.salvage import salvage
 from mmbuf.writer import MAX_PENDING_BYTES
@@ -58,7 +58,7 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Remark]:
     remarks = []
     needs = _Needs()
     if path is not None:
-        directory = files.absolute(path)
+        directory = files.absolute(arguments.path("path", path))
         if not files.is_directory(directory):
             raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
         remarks += [_free_disk(directory), _file_system(directory)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mmbuf.arguments import number, text, whole
+
 
 class Table(NamedTuple):
     """Where a file keeps the strings of a text column: Arrow's int32 offsets and UTF-8 bytes."""
@@ -27,9 +29,9 @@ class Part(NamedTuple):
     table: Table | None = None
 
 
-# Of bytes and ids; and of rows, so that the row numbers of millions of trajectories fit in int64.
-_LIMIT = 1 << 62
-_MAX_ROWS = 1 << 40
+MAX_NUMBER = 1 << 62  # of bytes, ids and lengths
+MAX_ROWS = 1 << 40  # so that the row numbers of millions of trajectories fit in int64
+_MAX_TIME_S = 1e11  # since the epoch, which every calendar can show
 _MAX_NAME_BYTES = 255  # of file systems
 
 
@@ -39,10 +41,10 @@ def parts_from_json(parts: Any) -> tuple[Part, ...]:
         Part(part[0], part[1], Table(*part[2]) if len(part) > 2 else None) for part in parts
     )
     for part in found:
-        for number in (part.offset, part.rows, *(part.table or ())):
-            if type(number) is not int or not 0 <= number < _LIMIT:
+        for n in (part.offset, part.rows, *(part.table or ())):
+            if type(n) is not int or not 0 <= n < MAX_NUMBER:
                 raise ValueError(f"expected ints of 0 or more, got {part}")
-        if part.rows >= _MAX_ROWS:
+        if part.rows >= MAX_ROWS:
             raise ValueError(f"{part.rows} rows")
     return found
 
@@ -69,9 +71,32 @@ def _checked_file(file: str) -> str:
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """``shape`` from JSON as a tuple; ValueError unless it is ``[T, B, ...]``."""
-    if len(shape) < 2 or not all(type(n) is int and n >= 0 for n in shape) or 0 in shape[:2]:
+    found = tuple(whole("shape", n, bound=MAX_NUMBER) for n in shape)
+    if len(found) < 2 or 0 in found[:2] or found[0] * found[1] >= MAX_ROWS:
         raise ValueError(f"expected a shape [T, B, ...], got {shape!r}")
-    return tuple(shape)
+    return found
+
+
+def checked_time(added_at: Any) -> float:
+    """``added_at`` from JSON; TypeError or ValueError unless it is a time, or 0 for unknown."""
+    found = number("added_at", added_at)
+    if not 0 <= found < _MAX_TIME_S:
+        raise ValueError(f"expected seconds since the epoch, got added_at {found}")
+    return found
+
+
+def facts_from_json(json: dict[str, Any]) -> tuple[int, tuple[int, ...], int, str, float]:
+    """What index and file both say, from an entry's ``trajectory_id`` to its ``added_at``.
+
+    KeyError, TypeError or ValueError where it is none.
+    """
+    return (
+        whole("trajectory_id", json["trajectory_id"], bound=MAX_NUMBER),
+        checked_shape(json["shape"]),
+        whole("max_episode_length", json["max_episode_length"], bound=MAX_NUMBER),
+        text("model_weights_id", json["model_weights_id"]),
+        checked_time(json["added_at"]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +159,11 @@ class Entry:
 
         ``parts`` is for callers that have read those of ``json`` already.
         """
-        entry = cls(
+        return cls(
             checked_uuid(json["uuid"]),
-            int(json["trajectory_id"]),
-            checked_shape(json["shape"]),
-            int(json["max_episode_length"]),
-            str(json["model_weights_id"]),
-            float(json["added_at"]),
-            str(json["format"]),
-            _checked_file(str(json["file"])),
-            int(json["size_bytes"]),
+            *facts_from_json(json),
+            text("format", json["format"]),
+            _checked_file(text("file", json["file"])),
+            whole("size_bytes", json["size_bytes"], bound=MAX_NUMBER),
             parts_from_json(json["parts"]) if parts is None else parts,
         )
-        if not (0 <= entry.trajectory_id < _LIMIT and 0 <= entry.size_bytes < _LIMIT):
-            raise ValueError(f"trajectory {entry.trajectory_id} of {entry.size_bytes} bytes")
-        if entry.max_episode_length < 0:
-            raise ValueError(f"max_episode_length {entry.max_episode_length}")
-        return entry

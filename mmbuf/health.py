@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mmbuf import checkpoint, files, index, storage
+from mmbuf import arguments, checkpoint, files, index, storage
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.index import Contents
@@ -463,7 +463,7 @@ def _in_order(known: list[Entry], others: list[Entry]) -> list[Entry]:
 
 
 def _checked_directory(path: Directory) -> str:
-    directory = files.absolute(path)
+    directory = files.absolute(arguments.path("path", path))
     if not files.is_directory(directory):
         raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
     return directory
@@ -558,8 +558,7 @@ def _each(
     on_progress: OnProgress | None,
 ) -> list[_R]:
     """``function`` of each of ``items``, in several threads."""
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads: expected None or at least 1, got {num_threads}.")
+    num_threads = arguments.whole_or_none("num_threads", num_threads, 1)
     results = []
     with ThreadPoolExecutor(num_threads or _NUM_THREADS, "mmbuf-verify") as executor:
         for result in executor.map(function, items):

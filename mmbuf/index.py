@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmbuf import files
-from mmbuf.entry import Entry, Part, parts_from_json
+from mmbuf.arguments import text, whole
+from mmbuf.entry import MAX_NUMBER, Entry, Part, parts_from_json
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.schema import Schema
 
@@ -52,7 +53,6 @@ _CRC_BYTES = len(_CRC) + 8 + len('"}')
 # What JSON of any other form than ours may raise on its way into an entry or a schema.
 BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
-_MAX_COUNTER = 1 << 62
 _MAX_LAYOUTS = 1024  # that are known at once
 _TAIL_BYTES = 4096
 
@@ -81,15 +81,15 @@ class Contents:
 
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
-        kind = event["event"]
+        kind = text("event", event["event"])
         if kind == "add":
             self.add(Entry.from_json(event["entry"]))
         elif kind == "schema":
             check_version(event["version"])
             self.schema = Schema.from_json(event["columns"])
         elif kind == "drop":
-            for trajectory_id in event["trajectory_ids"]:
-                self.drop(int(trajectory_id))
+            for trajectory_id in ids_of(event):
+                self.drop(trajectory_id)
         elif kind == "clear":
             self._bury_all()
             self.entries.clear()
@@ -103,7 +103,7 @@ class Contents:
         elif kind == "sync":
             self.synced()
         elif kind == "boot":
-            self.boot_id = str(event["id"])
+            self.boot_id = text("id", event["id"])
         # An event of a kind that is not known yet says nothing about the trajectories.
 
     def add(self, entry: Entry) -> None:
@@ -131,7 +131,7 @@ class Contents:
 
     def count_from(self, trajectory_counter: int, id_step: int) -> None:
         """Go on with this id, or the one after the last; ValueError for a step below 1."""
-        if not 1 <= id_step < _MAX_COUNTER:
+        if not 1 <= id_step < MAX_NUMBER:
             raise ValueError(f"id_step {id_step}")
         self.id_step = id_step
         self.trajectory_counter = max([trajectory_counter, *(i + 1 for i in self.entries)])
@@ -285,7 +285,7 @@ class JournalReader:
         event = json.loads(line)
         contents.apply(event)
         if event["event"] == "drop":
-            for trajectory_id in map(int, event["trajectory_ids"]):
+            for trajectory_id in ids_of(event):
                 if changes.added.pop(trajectory_id, None) is None:
                     changes.dropped.append(trajectory_id)
         elif event["event"] in ("clear", "load"):
@@ -592,20 +592,22 @@ def read_load(event: dict[str, Any]) -> Contents:
 
 def _count_from(contents: Contents, json: dict[str, Any]) -> None:
     counter = checked_counter(json["trajectory_counter"])
-    contents.count_from(counter, int(json.get("id_step", 1)))
+    contents.count_from(counter, whole("id_step", json.get("id_step", 1), 1))
+
+
+def ids_of(event: dict[str, Any]) -> list[int]:
+    """The ids of a "drop" event; KeyError, TypeError or ValueError if it is none."""
+    return [whole("trajectory_ids", i, bound=MAX_NUMBER) for i in event["trajectory_ids"]]
 
 
 def checked_counter(counter: Any) -> int:
     """A ``trajectory_counter`` from JSON; TypeError or ValueError unless it can be one."""
-    number = int(counter)
-    if not 0 <= number < _MAX_COUNTER:
-        raise ValueError(f"trajectory_counter {counter}")
-    return number
+    return whole("trajectory_counter", counter, bound=MAX_NUMBER)
 
 
 def check_version(version: Any) -> None:
     """VersionError for what a newer mmbuf wrote."""
-    if int(version) > VERSION:
+    if whole("version", version, 1) > VERSION:
         raise VersionError(
             f"expected store version {VERSION} or older, got {version}. Update mmbuf."
         )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from mmbuf import files, shield, vm
+from mmbuf import arguments, files, shield, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.notebook import Shown
@@ -56,7 +56,7 @@ class ReplayReader:
         ``run/rank_*``, which are one window in the order of the time of addition. Stores that
         appear later under a pattern are picked up.
     seed
-        Of the reader's own generator; None draws one. Opened in a worker of a DataLoader it draws
+        As in `TrajectoryReplayBuffer`. Opened in a worker of a DataLoader it draws
         from a stream of that worker's.
     sample_window_size, cache_size
         As in `TrajectoryReplayBuffer`; the window is by default the whole.
@@ -75,25 +75,24 @@ class ReplayReader:
     def __init__(
         self,
         path: _Path | Sequence[_Path],
-        seed: int | None = 0,
+        seed: int | Sequence[int] | None = 0,
         sample_window_size: int = 0,
         cache_size: int | None = None,
         shard: tuple[int, int] | None = None,
         follow: bool = True,
     ) -> None:
-        if sample_window_size < 0:
-            raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
-        if cache_size is not None and cache_size < 0:
-            raise ValueError(f"cache_size: expected None or at least 0, got {cache_size}.")
+        paths, is_list = arguments.paths("path", path)
+        sample_window_size = arguments.whole("sample_window_size", sample_window_size)
+        cache_size = arguments.whole_or_none("cache_size", cache_size)
         shard = checked_shard(shard)
+        entropy = arguments.seed(seed)
         worker = get_worker_info()
         # No shard and no child of a reader has such a key.
         of_worker = () if worker is None else (0, 0, worker.id)
-        seeds = np.random.SeedSequence(seed, spawn_key=(*(shard or ()), *of_worker))
-        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        seeds = np.random.SeedSequence(entropy, spawn_key=(*(shard or ()), *of_worker))
         self._options = _Options(
             [files.absolute(p) for p in paths],
-            paths != [path],
+            is_list,
             sample_window_size,
             cache_size,
             shard,
@@ -187,6 +186,7 @@ class ReplayReader:
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories; looks for new ones where there are fewer."""
+        min_size = arguments.whole("min_size", min_size, None)
         if len(self) < min_size:
             self.refresh()
         return len(self) >= min_size
@@ -196,6 +196,7 @@ class ReplayReader:
 
         With ``follow=False`` there is nothing to wait for.
         """
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         sleep_s = _SHORTEST_SLEEP_S
         while True:

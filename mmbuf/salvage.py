@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmbuf import files, index
+from mmbuf.arguments import text, whole
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.index import Contents
@@ -115,14 +116,14 @@ class _Lines:
         self._found.damage.append(CorruptError(self._path, what, offset=offset))
 
     def _apply(self, event: dict[str, Any]) -> None:
-        found, kind = self._found, event["event"]
+        found, kind = self._found, text("event", event["event"])
         if kind == "add":
             self._add(Entry.from_json(event["entry"]))
         elif kind == "schema":
             index.check_version(event["version"])
             found.schema = Schema.from_json(event["columns"])
         elif kind == "drop":
-            for trajectory_id in map(int, event["trajectory_ids"]):
+            for trajectory_id in index.ids_of(event):
                 for name in self._files.pop(trajectory_id):
                     del self._listed[name]
                     found.dead_files.add(name)
@@ -187,7 +188,7 @@ def _read_snapshot(directory: str, found: Salvage) -> Contents:
             contents.metadata = metadata
             try:
                 counter = index.checked_counter(metadata["trajectory_counter"])
-                contents.count_from(counter, int(metadata["id_step"]))
+                contents.count_from(counter, whole("id_step", metadata["id_step"], 1))
             except index.BAD:
                 contents.count_from(0, 1)
     else:

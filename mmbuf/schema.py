@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmbuf.arguments import plain, text, whole
 from mmbuf.errors import SchemaError
 from mmbuf.terminal import printable
 
@@ -149,6 +150,7 @@ class Schema:
             if column.viewed_as is not None
         ]
         self.storages = [column.storage for column in self.columns]
+        self.row_bytes = sum(column.row_bytes for column in self.columns)
         self.no_extra_steps = (0,) * len(self.columns)
         self.is_plain = not self.viewed and not any(column.is_text for column in self.columns)
         self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -250,15 +252,18 @@ class Schema:
 
 
 def _column_from_json(json: dict[str, Any]) -> Column:
-    path, row_shape = tuple(map(str, json["path"])), tuple(map(int, json["row_shape"]))
+    if not isinstance(json["path"], list):
+        raise TypeError(f"a path that is no list: {json['path']!r}")
+    path = tuple(text("path", key) for key in json["path"])
+    row_shape = tuple(whole("row_shape", size) for size in json["row_shape"])
     "".join(path).encode()  # UnicodeEncodeError, a ValueError, for keys that no file can hold
     if len(path) > MAX_NESTING + 1:
         raise ValueError(f"a path of {len(path)} keys")
-    if min(row_shape, default=0) < 0 or len(row_shape) > _MAX_DIMENSIONS:
+    if len(row_shape) > _MAX_DIMENSIONS:
         raise ValueError(f"a row shape {row_shape}")
     if math.prod(max(1, size) for size in row_shape) >= _MAX_VALUES:
         raise ValueError(f"a row shape {row_shape}")
-    return Column(path, str(json["dtype"]), row_shape)
+    return Column(path, text("dtype", json["dtype"]), row_shape)
 
 
 class Payload:
@@ -492,6 +497,7 @@ def _checked_text(path: Path, steps: Sequence[Any]) -> list[list[str]]:
             f"of str, got a {type(steps).__name__} of another form."
         )
     width = len(steps[0])
+    strings: list[list[str]] = []
     for t, step in enumerate(steps):
         if len(step) != width:
             raise SchemaError(
@@ -512,7 +518,8 @@ def _checked_text(path: Path, steps: Sequence[Any]) -> list[list[str]]:
                         f"column {_name(path)!r}: expected text that UTF-8 can hold at "
                         f"[{t}][{b}], got {string!r}."
                     ) from error
-    return [list(step) for step in steps]
+        strings.append([plain(string) for string in step])
+    return strings
 
 
 def _dtype_name(leaf: Leaf) -> str | None:

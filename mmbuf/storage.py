@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from mmbuf import files
 from mmbuf.adapters import pkl, pt
+from mmbuf.arguments import text
 from mmbuf.entry import Entry, Part
 from mmbuf.errors import CorruptError
 from mmbuf.formats import arrow, npy
@@ -94,7 +95,8 @@ FORMATS: dict[str, Format] = {format_.NAME: format_ for format_ in (arrow, npy, 
 
 
 def checked_format(name: str) -> str:
-    """``name``; ValueError unless it is one of `FORMATS`."""
+    """``name``; TypeError or ValueError unless it is one of `FORMATS`."""
+    name = text("trajectory_format", name)
     if name not in FORMATS:
         raise ValueError(f"trajectory_format: expected one of {list(FORMATS)}, got {name!r}.")
     return name

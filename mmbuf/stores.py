@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmbuf import checkpoint, files, index
+from mmbuf.arguments import rank_of, told
 from mmbuf.errors import MmbufError, SchemaError
 from mmbuf.index import Changes, JournalReader
 from mmbuf.schema import Schema
@@ -257,12 +258,10 @@ def _added_at(item: Item) -> float:
 
 
 def checked_shard(shard: Any) -> tuple[int, int] | None:
-    """``shard`` as (rank, world_size); ValueError unless ``0 <= rank < world_size``."""
+    """``shard`` as (rank, world_size); TypeError or ValueError for what is none."""
     if shard is None:
         return None
+    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
+        raise TypeError(f"shard: expected (rank, world_size), got {told(shard)}.")
     rank, world_size = shard
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"shard: expected (rank, world_size) with rank in [0, world_size), got {shard}."
-        )
-    return int(rank), int(world_size)
+    return rank_of("shard", rank, world_size, "shard")

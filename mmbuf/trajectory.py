@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmbuf.arguments import plain, told, whole
+from mmbuf.entry import MAX_NUMBER
 from mmbuf.errors import SchemaError
 from mmbuf.notebook import Shown
 from mmbuf.schema import MAX_NESTING, Array, Payload, measure
@@ -90,8 +92,8 @@ class Trajectory:
         present = _without_empty(columns)
         names = _column_fields(cls)
         return cls(
-            max_episode_length=_checked_episode_length(max_episode_length),
-            model_weights_id=_checked_weights_id(model_weights_id),
+            max_episode_length=checked_episode_length(max_episode_length),
+            model_weights_id=checked_weights_id(model_weights_id),
             extra={name: value for name, value in present.items() if name not in names},
             **{name: value for name, value in present.items() if name in names},
         )
@@ -121,15 +123,19 @@ class Trajectory:
         """
         columns = self.to_columns()
         num_envs = measure(columns).num_envs
-        if isinstance(sizes, (int, np.integer)):
-            if sizes < 1 or num_envs % sizes:
+        given: Any = sizes
+        if isinstance(given, Sequence) or getattr(given, "ndim", False):  # or an array
+            sizes = [whole("sizes", size, None) for size in given]
+        else:
+            number = whole("sizes", given, None)
+            if number < 1 or num_envs % number:
                 raise ValueError(
-                    f"split: expected a number of parts that divides B = {num_envs}, got {sizes}."
+                    f"split: expected a number of parts that divides B = {num_envs}, got {number}."
                 )
-            sizes = [num_envs // int(sizes)] * int(sizes)
-        elif sum(sizes) != num_envs or min(sizes) < 1:
+            sizes = [num_envs // number] * number
+        if sum(sizes) != num_envs or min(sizes, default=0) < 1:
             raise ValueError(
-                f"split: expected positive sizes that sum to B = {num_envs}, got {list(sizes)} "
+                f"split: expected positive sizes that sum to B = {num_envs}, got {sizes} "
                 f"with sum {sum(sizes)}."
             )
         bounds = [0, *itertools.accumulate(sizes)]
@@ -259,8 +265,8 @@ def fields_of(item: Any) -> tuple[dict[str, Any], int, str]:
             "trajectory: expected a Trajectory, an instance of a dataclass like it or a mapping of "
             f"[T, B, ...] columns, got {_kind_of(item)}."
         )
-    max_episode_length = _checked_episode_length(fields.pop(_EPISODE_LENGTH, None))
-    model_weights_id = _checked_weights_id(fields.pop(_WEIGHTS_ID, None))
+    max_episode_length = checked_episode_length(fields.pop(_EPISODE_LENGTH, None))
+    model_weights_id = checked_weights_id(fields.pop(_WEIGHTS_ID, None))
     return _without_empty(fields), max_episode_length, model_weights_id
 
 
@@ -285,22 +291,25 @@ def _checked_extra(extra: Any, kind: type[Trajectory]) -> dict[str, Any]:
     return dict(extra)
 
 
-def _checked_episode_length(value: Any) -> int:
+def checked_episode_length(value: Any) -> int:
+    """A ``max_episode_length``, None as 0; SchemaError for what can be none."""
     if value is None:
         return 0
-    is_array = isinstance(value, (torch.Tensor, np.ndarray, np.generic))
-    number = value.item() if is_array and value.ndim == 0 else value
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise SchemaError(f"{_EPISODE_LENGTH}: expected an int of 0 or more, got {value!r}.")
-    return number
+    try:
+        return whole(_EPISODE_LENGTH, value, bound=MAX_NUMBER)
+    except (TypeError, ValueError):
+        raise SchemaError(
+            f"{_EPISODE_LENGTH}: expected an int of 0 or more, got {told(value)}."
+        ) from None
 
 
-def _checked_weights_id(value: Any) -> str:
+def checked_weights_id(value: Any) -> str:
+    """A ``model_weights_id``, None as ""; SchemaError for what can be none."""
     if value is None:
         return ""
     if not isinstance(value, str):
         raise SchemaError(f"{_WEIGHTS_ID}: expected a str, got {_kind_of(value)}.")
-    return value
+    return plain(value)
 
 
 def _without_empty(node: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -317,6 +326,9 @@ def _without_empty(node: Mapping[Any, Any], path: tuple[str, ...] = ()) -> dict[
                 f"key {name!r} under {'.'.join(path) or 'the top level'}: expected a str, "
                 f"got {_kind_of(name)}."
             )
+        name = plain(name)
+        if name in present:  # by what is no str's own way of being equal
+            raise SchemaError(f"key {name!r}: expected each key once, got one twice.")
         is_dict = isinstance(value, Mapping)
         kept = _without_empty(value, (*path, name)) or None if is_dict else value
         if kept is not None:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mmbuf import checkpoint, files, storage
+from mmbuf import arguments, checkpoint, files, storage
 from mmbuf.entry import Entry
 from mmbuf.errors import SchemaError
 from mmbuf.index import Contents
@@ -68,10 +68,9 @@ def merge(
     FileExistsError unless ``target`` is new or an empty directory, CorruptError for a file that is
     missing or damaged, OSError as the system gives it.
     """
-    if isinstance(sources, (str, os.PathLike)):
+    if isinstance(sources, (str, bytes, os.PathLike)):
         raise TypeError(f"sources: expected a list of directories, got {sources!r}.")
-    if not sources:
-        raise ValueError("sources: expected at least one directory, got none.")
+    sources, _ = arguments.paths("sources", sources)
     if order not in ORDERS:
         raise ValueError(f"order: expected one of {list(ORDERS)}, got {order!r}.")
     paths, target = _checked(sources, target, trajectory_format)
@@ -119,9 +118,10 @@ def split(
         raise ValueError(
             f"expected either first or num_shards, got first={first}, num_shards={num_shards}."
         )
-    for name, number in (("first", first), ("num_shards", num_shards)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}.")
+    first, num_shards = (
+        None if number is None else arguments.whole(name, number, 1)
+        for name, number in (("first", first), ("num_shards", num_shards))
+    )
     (path,), target = _checked([source], target, trajectory_format)
     contents = _read(path, target)
     if first is not None and first > len(contents.entries):
@@ -203,7 +203,7 @@ def _checked(
     """Absolute paths, unless the target or the format is refused."""
     if trajectory_format is not None:
         storage.checked_format(trajectory_format)
-    target = files.absolute(target)
+    target = files.absolute(arguments.path("target", target))
     if files.exists(target):
         if not files.is_directory(target):
             raise NotADirectoryError(
@@ -214,7 +214,7 @@ def _checked(
                 f"target: expected a new path or an empty directory, got one that is not empty: "
                 f"{target}"
             )
-    return [files.absolute(source) for source in sources], target
+    return [files.absolute(arguments.path("source", source)) for source in sources], target
 
 
 def _is_within(path: str, directory: str) -> bool:

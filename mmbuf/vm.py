@@ -384,6 +384,16 @@ def _left(kind: int, field: int) -> int | None:
     return max(0, limit - used)
 
 
+def free_bytes() -> int | None:
+    """Memory that the system can give without taking it from others; None where it is unknown."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = dict(line.split(":", 1) for line in file)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, LookupError, ValueError):
+        return None
+
+
 def huge_pages_setting() -> str | None:
     """When the kernel gives huge pages: always, madvise or never; None where it does not say."""
     try:

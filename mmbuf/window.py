@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from mmbuf import files, shield, storage
+from mmbuf.arguments import told, whole
 from mmbuf.batch import (
     Batch,
     Leaf,
     check_free,
+    check_room,
     nested,
     numpy_of,
     put_text,
@@ -249,6 +251,7 @@ class Window:
         device: torch.device | str | None = None,
     ) -> Any:
         """As `TrajectoryReplayBuffer.sample`."""
+        num_chunks = whole("num_chunks", num_chunks, 1)
         if device is None and not as_numpy and not as_tensordict:
             return self._sample(num_chunks, out, sampler, with_info)
         if as_tensordict:
@@ -272,12 +275,11 @@ class Window:
         sampler: Sampler | None,
         with_info: bool,
     ) -> Batch:
-        if num_chunks <= 0:
-            raise ValueError(f"num_chunks: expected at least 1, got {num_chunks}.")
         while True:
             cache = self.cache
             if cache is None:
                 raise EmptyBufferError("sample: expected rows to draw from, got none.")
+            check_room(cache.schema, num_chunks)
             try:
                 if sampler is not None or with_info:
                     return self._sample_by(sampler, cache, num_chunks, out, has_info=with_info)
@@ -343,7 +345,9 @@ class Window:
         return staging.send((num_chunks, sampler, with_info, self.schema), fill)
 
     def _own(self, sampler: Sampler) -> None:
-        """ValueError for a sampler that belongs to another."""
+        """ValueError for a sampler that belongs to another, TypeError for what is none."""
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler: expected a Sampler, got {told(sampler)}.")
         if sampler.owner is None:
             shield.run(self._adopt, sampler)
         elif sampler.owner is not self.identity:

@@ -1395,7 +1395,7 @@ def test_a_negative_bound_of_pending_bytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_bad_seed_leaves_no_store_behind(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="seed: expected"):
         opened(tmp_path / "store", seed=-1)
     assert not (tmp_path / "store").exists()
 

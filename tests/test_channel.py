@@ -215,7 +215,7 @@ def test_puts_that_race_with_close_are_either_in_or_refused(
 @pytest.mark.parametrize("maxsize", [0, -1])
 @pytest.mark.parametrize("context", [None, "spawn"])
 def test_a_channel_without_room_is_refused(maxsize: int, context: str | None) -> None:
-    with pytest.raises(ValueError, match=f"maxsize of at least 1, got {maxsize}"):
+    with pytest.raises(ValueError, match=f"maxsize: expected at least 1, got {maxsize}"):
         Channel(maxsize, context)
 
 

@@ -275,7 +275,7 @@ def test_collating_gives_the_batch_itself() -> None:
         ({"demo_fraction": -0.1}, "demo_fraction: expected a number in [0, 1], got -0.1."),
         ({"demo_fraction": 1.1}, "demo_fraction: expected a number in [0, 1], got 1.1."),
         ({"demo_fraction": float("nan")}, "demo_fraction: expected a number in [0, 1], got nan."),
-        ({"timeout_s": -1}, "timeout_s: expected None or at least 0, got -1."),
+        ({"timeout_s": -1}, "timeout_s: expected None or at least 0, got -1.0."),
     ],
 )
 def test_arguments_are_checked(options: Any, message: str, made: Made) -> None:

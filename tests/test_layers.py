@@ -6,7 +6,7 @@ command line above the package, which it uses as anybody else would.
 
 ``os``, ``mmap``, ``ctypes``, ``filelock`` and ``resource`` belong to `files` and `vm`, so that a
 test can put another disk in their place. Elsewhere ``os`` is allowed for what never touches the
-disk: ``os.PathLike`` and ``os.fspath`` (a path as the caller gives it) and
+disk: ``os.PathLike`` and ``os.fsdecode`` (a path as the caller gives it) and
 ``os.register_at_fork``. ``fcntl`` belongs to `files`; `channel` alone may use ``fcntl.ioctl`` (how
 much of a socket is unread) and ``open`` (of a descriptor that it was sent).
 """
@@ -24,6 +24,7 @@ ROOT = Path(mmbuf.__file__).parent
 
 RANKS = {
     "terminal": -1,
+    "arguments": 0,
     "errors": 0,
     "entry": 1,
     "notebook": 1,
@@ -133,7 +134,8 @@ DOORS = {
 }
 # What of these others may use, since it touches neither disk nor memory.
 HARMLESS = {
-    ("buffer", "os"): {"PathLike", "fspath"},
+    ("arguments", "os"): {"PathLike", "fsdecode"},
+    ("buffer", "os"): {"PathLike"},
     ("doctor", "os"): {"PathLike"},
     ("health", "os"): {"PathLike"},
     ("reader", "os"): {"PathLike"},

@@ -665,7 +665,7 @@ def test_arguments_that_are_none_are_refused(tmp_path: Path) -> None:
         merge([source], target, trajectory_format="zip")
     with pytest.raises(ValueError, match=r"order: expected one of .*, got 'sorted'\."):
         merge([source], target, order="sorted")
-    with pytest.raises(ValueError, match="sources: expected at least one directory, got none"):
+    with pytest.raises(ValueError, match="sources: expected at least one path, got none"):
         merge([], target)
     with pytest.raises(TypeError, match="sources: expected a list of directories, got"):
         merge(str(source), target)

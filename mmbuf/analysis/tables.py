@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from mmbuf import storage, vm
+from mmbuf import arguments, storage, vm
 from mmbuf.analysis.episodes import REWARDS, Episodes, end_paths, success_path
 from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
@@ -69,10 +69,8 @@ class Tables:
         *,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        is_list = isinstance(path, (list, tuple))
-        paths: Sequence[Any] = path if is_list else [path]  # type: ignore[assignment]
+        paths, self._is_list = arguments.paths("path", path)
         self._paths = [absolute(p) for p in paths]
-        self._is_list = is_list
         self._on_progress = on_progress
         stores, self._items = self._open()
         self.schema: Schema | None = stores.schema
@@ -236,7 +234,7 @@ class Tables:
             "uuid": column(pa.utf8(), lambda rows: [e.uuid for e in rows.entries]),
         }
         if self._has_stores:
-            columns["store"] = column(pa.utf8(), lambda rows: rows.directories)
+            columns["store"] = column(pa.utf8(), lambda rows: list(map(_as_utf8, rows.directories)))
         return columns
 
     def _table(
@@ -296,9 +294,15 @@ _TRAJECTORIES = pa.schema(
 
 def _facts_of(entry: Entry, directory: str) -> dict[str, Any]:
     facts = {name: getattr(entry, name, None) for name in _TRAJECTORIES.names}
+    facts["model_weights_id"] = _as_utf8(entry.model_weights_id)
     # RLinf's files do not say when they were added.
     added_at = datetime.fromtimestamp(entry.added_at, timezone.utc) if entry.added_at else None
-    return facts | {"store": directory, "added_at": added_at}
+    return facts | {"store": _as_utf8(directory), "added_at": added_at}
+
+
+def _as_utf8(text: str) -> str:
+    """``text`` as Arrow can hold it: what UTF-8 cannot, ids and paths may have, is escaped."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _together(items: Iterable[Item], max_rows: int) -> Iterator[list[tuple[int, Item]]]:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mmbuf import files
-from mmbuf.entry import Entry, checked_shape, checked_uuid
+from mmbuf.arguments import whole
+from mmbuf.entry import MAX_ROWS, Entry, checked_uuid, facts_from_json
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.schema import Array, Schema
 from mmbuf.vm import is_out_of_memory, map_privately
@@ -87,7 +88,7 @@ def to_json(entry: Entry, schema: Schema, rows: list[int], crcs: list[int]) -> d
 def parse(path: str, text: bytes) -> dict[str, Any]:
     """A header; one of `BAD` where it is none, VersionError for one of a newer mmbuf."""
     header: dict[str, Any] = json.loads(text)
-    if int(header["version"]) > VERSION:
+    if whole("version", header["version"], 1) > VERSION:
         raise VersionError(
             f"{path}: expected file version {VERSION} or older, got {header['version']}. "
             f"Update mmbuf."
@@ -98,16 +99,9 @@ def parse(path: str, text: bytes) -> dict[str, Any]:
 def take_apart(header: dict[str, Any], format_name: str, file: str) -> Header:
     """Entry (without size and parts), schema, rows and CRCs; one of `BAD` where it is no header."""
     schema = Schema.from_json(header["columns"])
-    rows = [int(column["rows"]) for column in header["columns"]]
+    rows = [whole("rows", column["rows"], bound=MAX_ROWS) for column in header["columns"]]
     entry = Entry(
-        checked_uuid(header["uuid"]),
-        int(header["trajectory_id"]),
-        checked_shape(header["shape"]),
-        int(header["max_episode_length"]),
-        str(header["model_weights_id"]),
-        float(header["added_at"]),
-        format_name,
-        file,
+        checked_uuid(header["uuid"]), *facts_from_json(header), format=format_name, file=file
     )
     if min(rows, default=0) < entry.num_samples:
         raise ValueError(f"columns of {rows} rows where there are {entry.num_samples}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mmbuf import checkpoint, files
+from mmbuf import arguments, checkpoint, files
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.packages import optional_package
 from mmbuf.pool import BatchPool
@@ -88,7 +88,7 @@ class RayReplayBuffer:
         self,
         num_shards: int,
         path: Directory,
-        seed: int | None = 0,
+        seed: int | Sequence[int] | None = 0,
         sample_window_size: int = 0,
         placement: str | Sequence[str] = "spread",
         *,
@@ -100,13 +100,15 @@ class RayReplayBuffer:
         actor_options: Mapping[str, Any] | None = None,
         **buffer_arguments: Any,
     ) -> None:
-        if num_shards < 1:
-            raise ValueError(f"num_shards: expected at least 1, got {num_shards}.")
-        if sample_window_size < 0:
-            raise ValueError(f"sample_window_size: expected at least 0, got {sample_window_size}.")
+        num_shards = arguments.whole("num_shards", num_shards, 1)
+        sample_window_size = arguments.whole("sample_window_size", sample_window_size)
+        seed = arguments.seed(seed)
+        prefetch = arguments.whole("prefetch", prefetch)
+        refresh_s = arguments.number("refresh_s", refresh_s)
+        timeout_s = arguments.number("timeout_s", timeout_s)
+        name = None if name is None else arguments.text("name", name)
         if on_lost not in ("raise", "shrink"):
             raise ValueError(f"on_lost: expected 'raise' or 'shrink', got {on_lost!r}.")
-        _check_prefetch(prefetch)
         for taken in ("auto_save", "auto_save_path"):
             if taken in buffer_arguments:
                 raise TypeError(
@@ -155,9 +157,9 @@ class RayReplayBuffer:
     def with_stream(self, number: int, prefetch: int | None = None) -> RayReplayBuffer:
         """Another handle of the buffer, that draws the stream of this number: of a rank."""
         config = self._config
+        number = arguments.whole("number", number)
         if prefetch is not None:
-            _check_prefetch(prefetch)
-            config = config._replace(prefetch=prefetch)
+            config = config._replace(prefetch=arguments.whole("prefetch", prefetch))
         handle: RayReplayBuffer = type(self).__new__(type(self))
         handle._begin(config, self._actors, (2, number), is_owner=False)
         return handle
@@ -210,8 +212,7 @@ class RayReplayBuffer:
         SchemaError where shards hold different columns, TimeoutError. Batches under way
         (``prefetch``) are of the window as it was when they were drawn.
         """
-        if num_chunks <= 0:
-            raise ValueError(f"num_chunks: expected at least 1, got {num_chunks}.")
+        num_chunks = arguments.whole("num_chunks", num_chunks, 1)
         deadline = self._deadline(timeout_s)
         if not self._config.prefetch:
             return self._fetch(self._draw(num_chunks, deadline), deadline)
@@ -369,7 +370,7 @@ class RayReplayBuffer:
 
     def is_ready(self, min_size: int) -> bool:
         """Whether the lists hold at least ``min_size`` trajectories together."""
-        return len(self) >= min_size
+        return len(self) >= arguments.whole("min_size", min_size, None)
 
     def get_stats(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Counts of all shards together; each one's own are in the list ``shards``.
@@ -515,6 +516,7 @@ class RayReplayBuffer:
     def _deadline(self, timeout_s: float | None) -> float:
         if self._is_closed:
             raise ClosedError("expected an open buffer, got one that was closed.")
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
         return time.monotonic() + (self._config.timeout_s if timeout_s is None else timeout_s)
 
 
@@ -526,11 +528,6 @@ def _ask(span: Span, where: Array, offsets: Array) -> tuple[RemoteShard, Array, 
     shard = span.shard
     of = (span.epoch, int(span.ids[0]), int(span.ids[-1]), int(span.ends[-1]))
     return shard, where, shard.call("rows", of, offsets, shard.known)
-
-
-def _check_prefetch(prefetch: int) -> None:
-    if prefetch < 0:
-        raise ValueError(f"prefetch: expected at least 0, got {prefetch}.")
 
 
 def _ranks_in(path: str) -> list[str]:

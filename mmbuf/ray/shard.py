@@ -36,7 +36,7 @@ class Config(NamedTuple):
 
     path: str  # ``{shard}`` in it stands for the number of a shard
     nodes: list[str]
-    seed: int | None
+    seed: int | list[int] | None
     sample_window_size: int
     on_lost: str
     prefetch: int

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from mmbuf import files
 from mmbuf.analysis import Tables
+from mmbuf.arguments import whole
 from mmbuf.packages import optional_package
 from mmbuf.transfer import Directory
 
@@ -29,10 +30,7 @@ def read_store(
     """
     if table not in ("steps", "episodes"):
         raise ValueError(f"table: expected 'steps' or 'episodes', got {table!r}.")
-    if trajectories_per_block < 1:
-        raise ValueError(
-            f"trajectories_per_block: expected at least 1, got {trajectories_per_block}."
-        )
+    trajectories_per_block = whole("trajectories_per_block", trajectories_per_block, 1)
     data = optional_package("ray.data", "ray")
     tables = Tables(path)
     names = getattr(tables, table).checked(columns)

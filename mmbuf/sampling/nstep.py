@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf.arguments import number, told, whole
 from mmbuf.errors import SchemaError
 from mmbuf.sampling.draw import Draw, Sampler, Sight, any_of, column_of, flat
 from mmbuf.sampling.episodes import DONES, MAX_LEFT, TERMINATIONS, TRUNCATIONS, Episodes
@@ -38,10 +39,13 @@ class NStep(Sampler):
 
     def __init__(self, n: int, gamma: float, rows: Sampler | None = None) -> None:
         super().__init__()
+        n, gamma = whole("n", n, None), number("gamma", gamma)
         if not 1 <= n <= MAX_LEFT:
             raise ValueError(f"n: expected 1 to {MAX_LEFT} steps, got {n}.")
         if not 0 <= gamma <= 1:
             raise ValueError(f"gamma: expected 0 to 1, got {gamma}.")
+        if rows is not None and not isinstance(rows, Sampler):
+            raise TypeError(f"rows: expected None or a Sampler, got {told(rows)}.")
         self.n = n
         self.gamma = gamma
         self.rows = rows or Uniform()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmbuf.arguments import number
 from mmbuf.errors import EmptyBufferError
 from mmbuf.sampling.derived import Derived
 from mmbuf.sampling.draw import Draw, Sampler, Sight
@@ -38,12 +39,9 @@ class Prioritized(Sampler):
 
     def __init__(self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6) -> None:
         super().__init__()
-        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            if not 0 <= value < np.inf:
-                raise ValueError(f"{name}: expected at least 0, got {value}.")
-        self.alpha = alpha
-        self.beta = beta
-        self.eps = eps
+        self.alpha, self.beta, self.eps = (
+            _finite(name, value) for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps))
+        )
         self._rows = _Priorities()
         self._updated: list[Array] = []  # handles, since the last draw
         self._num_late = 0
@@ -116,6 +114,13 @@ class Prioritized(Sampler):
             rows.load_state_dict(state)
             self._rows = rows
             self._updated.clear()
+
+
+def _finite(name: str, value: Any) -> float:
+    found = number(name, value)
+    if not 0 <= found < np.inf:
+        raise ValueError(f"{name}: expected at least 0, got {found}.")
+    return found
 
 
 def _array(values: Any, dtype: Any) -> Array:

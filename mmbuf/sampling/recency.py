@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf.arguments import number
 from mmbuf.errors import EmptyBufferError
 from mmbuf.sampling.derived import Derived, Fifo, blocks
 from mmbuf.sampling.draw import Draw, Sampler, Sight, column_of, flat
@@ -24,6 +25,7 @@ class Recent(Sampler):
 
     def __init__(self, half_life: float) -> None:
         super().__init__()
+        half_life = number("half_life", half_life)
         if not 0 < half_life < np.inf:
             raise ValueError(
                 f"half_life: expected a finite number of rows above 0, got {half_life}."
@@ -49,6 +51,7 @@ class FreshVersions(Sampler):
 
     def __init__(self, max_lag: float) -> None:
         super().__init__()
+        max_lag = number("max_lag", max_lag)
         if not max_lag >= 0:
             raise ValueError(f"max_lag: expected at least 0, got {max_lag}.")
         self.max_lag = max_lag

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mmbuf.arguments import whole
+from mmbuf.batch import check_room
 from mmbuf.errors import EmptyBufferError
 from mmbuf.sampling.draw import Draw, Sampler, Sight
 from mmbuf.sampling.episodes import Episodes
@@ -22,14 +24,12 @@ class Slices(Sampler):
 
     def __init__(self, length: int, pad: bool = False) -> None:
         super().__init__()
-        if length < 1:
-            raise ValueError(f"length: expected at least 1, got {length}.")
-        self.length = length
+        self.length = whole("length", length, 1)
         self.pad = pad
-        self._steps = np.arange(length)
         self._episodes = Episodes()
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
+        check_room(sight.schema, num_chunks * self.length)
         with self._lock:
             episodes = self._episodes
             episodes.follow(sight)
@@ -46,7 +46,7 @@ class Slices(Sampler):
             # From the last start of its episode back, as the counts run up to there.
             starts = np.maximum(num_steps - self.length + 1, int(self.pad)) + draws - counts[chosen]
             firsts = firsts + starts * strides + (sight.view.low - episodes.num_dropped_rows)
-        steps = self._steps
+        steps = np.arange(self.length)
         shape = (num_chunks, self.length)
         if not self.pad:
             return Draw((firsts[:, None] + strides[:, None] * steps).reshape(-1), shape)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf.arguments import number, text, told, whole
 from mmbuf.entry import Entry
 from mmbuf.errors import EmptyBufferError, SchemaError
 from mmbuf.sampling.derived import Derived, blocks
@@ -40,13 +41,18 @@ class Stratified(Sampler):
         quotas: Mapping[Any, float],
     ) -> None:
         super().__init__()
+        if not callable(by):
+            by = text("by", by)
+        if not isinstance(quotas, Mapping):
+            raise TypeError(f"quotas: expected a mapping, got {told(quotas)}.")
+        quotas = {value: _quota_of(quota) for value, quota in quotas.items()}
         if not quotas or not all(0 <= quota < np.inf for quota in quotas.values()):
-            raise ValueError(f"quotas: expected shares or numbers of rows, got {dict(quotas)}.")
+            raise ValueError(f"quotas: expected shares or numbers of rows, got {quotas}.")
         self._are_counts = all(isinstance(quota, int) for quota in quotas.values())
         if not self._are_counts and not np.isclose(sum(quotas.values()), 1.0):
-            raise ValueError(f"quotas: expected shares that sum to 1, or ints, got {dict(quotas)}.")
+            raise ValueError(f"quotas: expected shares that sum to 1, or ints, got {quotas}.")
         self.by = by
-        self.quotas = dict(quotas)
+        self.quotas = quotas
         self._numbers = {value: i for i, value in enumerate(self.quotas)}
         self._shares = np.array(list(self.quotas.values()), np.float64)
         self._strata = _Strata(by, self._numbers)
@@ -105,6 +111,14 @@ class Stratified(Sampler):
     def get_stats(self) -> dict[str, Any]:
         """``small_strata``: how often each value had fewer rows than its quota."""
         return {"small_strata": dict(self._num_small)}
+
+
+def _quota_of(value: Any) -> int | float:
+    """A number of rows as an int, a share as a float."""
+    try:
+        return whole("quotas", value, None)
+    except TypeError:
+        return number("quotas", value)
 
 
 def _apportioned(shares: Array, total: int) -> Array:
