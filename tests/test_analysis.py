@@ -775,3 +775,36 @@ print(connection.execute("select * from steps").fetchmany(1)[0][0])
 """
     ran = run_python(script, path)
     assert (ran.returncode, ran.stdout) == (0, "[(0.0,)]\n0\n"), ran.stderr
+
+
+def test_a_connection_is_the_callers_own_unless_files_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([trajectory(0)])
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("a\n7\n")
+    tables = Tables(tmp_path / "store")
+    frame = pa.table({"z": [9]})
+    with tables.connect() as connection:
+        assert connection.execute("select a, z from 'a.csv', frame").fetchall() == [(7, 9)]
+        connection.execute("set threads = 1")
+    for files in ((), ["a.csv"], [tmp_path / "a.csv"]):
+        with tables.connect(files=files) as connection:
+            assert connection.execute("select count(*) from steps").fetchall() == [(12,)]
+            for query, may in (
+                ("from 'a.csv'", bool(files)),
+                ("copy steps to 'a.csv'", bool(files)),
+                ("from 'b.csv'", False),
+                ("copy steps to 'c.csv'", False),
+                ("from frame", False),
+                ("set threads = 1", False),
+            ):
+                if may:
+                    connection.execute(query)
+                else:
+                    with pytest.raises(duckdb.Error):
+                        connection.execute(query)
+    assert frame.num_rows == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "b.csv", "store"]

@@ -16,7 +16,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from data import opened, trajectory
+from data import contents_of, opened, trajectory
 from matplotlib.figure import Figure
 from typer.testing import CliRunner, Result
 
@@ -332,6 +332,111 @@ def test_sql_writes_a_parquet_file_with_every_step(tmp_path: Path) -> None:
     frame = pl.read_parquet(target)
     assert frame["rewards"].to_list() == [1.0] * 4 + [2.0] * 6 + [3.0] * 8
     assert frame["curr_obs.task"].to_list() == ["lift [red] block", "push"] * 9
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with files in it; DuckDB's own home elsewhere."""
+    path = tmp_path / "outside"
+    (path / ".tmp").mkdir(parents=True)
+    for name in ("secret.csv", ".tmp/secret.csv"):
+        (path / name).write_text("a,b\n7,8\n")
+    monkeypatch.chdir(path)
+    return path
+
+
+OUTSIDE = [
+    *("select * from 'secret.csv'", "select * from read_csv('secret.csv')"),
+    *("select * from '.tmp/secret.csv'", "select * from read_text('/proc/self/environ')"),
+    *("select * from glob('*')", "select * from sniff_csv('secret.csv')"),
+    *("copy steps to 'new.csv'", "copy steps to '.tmp/new.csv'", "copy steps to '/dev/stdout'"),
+    *("create table t as select 1 as a; copy t from 'secret.csv'", "attach 'new.db'"),
+    *("export database 'new'", "import database 'new'"),
+    "from query('from read_csv(''secret.csv'')')",
+    *("install httpfs", "load httpfs", "load 'secret.csv'"),
+    "create persistent secret s (type http)",
+    *("set enable_external_access = true", "reset enable_external_access", "set threads = 1"),
+    *("set lock_configuration = false", "set allowed_directories = ['/']"),
+    *("set temp_directory = '.'", "set profiling_output = 'new'"),
+    "pragma enable_profiling = 'json'",
+    "call enable_logging(storage = 'file', storage_config = {'path': 'new'})",
+    "set enable_external_access = true; select * from 'secret.csv'",
+    "create macro m(a) as table from read_csv(a); from m('secret.csv')",
+    "prepare p as select * from read_text($1); execute p('secret.csv')",
+]
+
+
+@pytest.mark.parametrize("query", OUTSIDE)
+def test_sql_opens_no_file_and_says_how_it_may(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    path = store(tmp_path / "store", 1)
+    before = contents_of(tmp_path)
+    found = mistake("sql", path, query, monkeypatch=monkeypatch)
+    assert found.startswith("mmbuf: sql: ")
+    assert found.endswith("mmbuf sql --allow-files")
+    assert contents_of(tmp_path) == before
+
+
+def test_a_condition_opens_no_file(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(tmp_path / "store", 1)
+    where = "exists (select * from read_csv('secret.csv'))"
+    found = mistake("ls", path, "--where", where, monkeypatch=monkeypatch)
+    assert found.startswith('mmbuf: --where: Permission Error: Cannot access file "secret.csv"')
+
+
+def test_sql_sees_no_variables_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(tmp_path / "store", 1)
+    for options in ([], ["--allow-files"]):
+        for name in ("tables", "paths", "rows"):
+            found = mistake("sql", path, f"from {name}", *options, monkeypatch=monkeypatch)
+            assert "does not exist" in found
+
+
+def test_sql_opens_files_where_it_is_allowed(tmp_path: Path, outside: Path) -> None:
+    path = store(tmp_path / "store", 1)
+    query = (
+        "copy (select a + 1 as c from 'secret.csv') to 'new.csv'; set threads = 1; from 'new.csv'"
+    )
+    assert told("sql", path, query, "--allow-files") == [{"c": 8}]
+    assert (outside / "new.csv").read_text() == "c\n8\n"
+
+
+@pytest.mark.parametrize("name", ["new.parquet", "it's, 'new'.parquet"])
+def test_sql_writes_the_one_file_that_is_named(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = store(tmp_path / "store", 1)
+    for total in (4, 8):  # the second time another is put into its place
+        query = f"select sum(rewards) * {total} // 4 as total from steps"
+        assert run("sql", path, query, "--parquet", name).exit_code == 0
+        assert pl.read_parquet(outside / name)["total"].to_list() == [total]
+    found = mistake("sql", path, "from 'secret.csv'", "--parquet", name, monkeypatch=monkeypatch)
+    assert "Cannot access file" in found
+    assert sorted(os.listdir(outside)) == sorted([".tmp", "secret.csv", name])
+
+
+def test_sql_says_what_to_do_where_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(tmp_path / "store", 1)
+    connect = Tables.connect
+
+    def small(self: Tables, *arguments: Any, **options: Any) -> Any:
+        connection = connect(self, *arguments, files=None)
+        connection.execute("set memory_limit = '20MB'; set temp_directory = ''")
+        return connection
+
+    monkeypatch.setattr(Tables, "connect", small)
+    query = "select range, repeat('x', 100) from range(10_000_000) order by 2, 1 desc"
+    found = mistake("sql", path, query, monkeypatch=monkeypatch)
+    assert found.endswith("into files what memory does not hold: mmbuf sql --allow-files")
+    found = mistake("sql", path, query, "--allow-files", monkeypatch=monkeypatch)
+    assert "--allow-files" not in found
 
 
 def test_sql_reads_wide_columns_where_the_query_names_them(tmp_path: Path) -> None:

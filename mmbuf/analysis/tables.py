@@ -27,7 +27,7 @@ from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wi
 from mmbuf.analysis.table import Table
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
-from mmbuf.files import absolute
+from mmbuf.files import absolute, directory_of, join, name_of
 from mmbuf.packages import optional_package
 from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS
 from mmbuf.schema import Array, Path, Schema
@@ -38,6 +38,7 @@ from mmbuf.window import Item
 _Read = TypeVar("_Read")
 _Kind = Any  # of Arrow
 
+_MADE = ("", "tmp_")  # before the name of a file that DuckDB writes
 _BLOCK = 4096  # trajectories in one record batch at the most
 _REASONS = [TERMINATIONS, TRUNCATIONS]
 
@@ -179,16 +180,24 @@ class Tables:
         """One row per trajectory, oldest first, from the index. ``added_at`` is in UTC, or null."""
         return Table(_TRAJECTORIES, (), self._scan_trajectories)
 
-    def connect(self, wide: Iterable[str] = ()) -> Any:
+    def connect(self, wide: Iterable[str] = (), *, files: Sequence[Directory] | None = None) -> Any:
         """A new DuckDB connection with ``steps``, ``episodes`` and ``trajectories``.
 
         A query reads the columns that it speaks of, and no others; ``wide`` are those wide ones
         that ``steps`` is to have. MmbufError where DuckDB is not installed.
+
+        It is the caller's own, as from ``duckdb.connect()``: its SQL can read and write all files
+        that the process can, and sees variables of Python that hold tables. For queries that
+        others wrote give ``files``, those that it may open, or ``()``: then it can open no others
+        (temporary ones neither, so all has to fit into memory), load no extension, see no variable
+        and change no setting.
         """
         connection = optional_package("duckdb", "analysis").connect()
         self.steps.register(connection, "steps", wide)
         self.episodes.register(connection, "episodes")
         self.trajectories.register(connection, "trajectories")
+        if files is not None:
+            _lock_up(connection, [absolute(arguments.path("files", name)) for name in files])
         return connection
 
     def read_each(self, read: Callable[[TrajectoryRows], _Read]) -> Iterator[_Read]:
@@ -303,6 +312,24 @@ def _facts_of(entry: Entry, directory: str) -> dict[str, Any]:
 def _as_utf8(text: str) -> str:
     """``text`` as Arrow can hold it: what UTF-8 cannot, ids and paths may have, is escaped."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _lock_up(connection: Any, files: Sequence[str]) -> None:
+    """See that SQL can open none but these absolute ``files``, and that it stays so."""
+    # Of a file that is there DuckDB writes another one first, and puts it in its place.
+    names = [join(directory_of(file), prefix + name_of(file)) for file in files for prefix in _MADE]
+    literals = ", ".join("'" + name.replace("'", "''") + "'" for name in names)
+    for setting in (
+        "python_enable_replacements = false",
+        "autoinstall_known_extensions = false",
+        "autoload_known_extensions = false",
+        "temp_directory = ''",
+        "allowed_directories = []",  # the temporary one was among them
+        f"allowed_paths = [{literals}]",
+        "enable_external_access = false",
+        "lock_configuration = true",
+    ):
+        connection.execute(f"set {setting}")
 
 
 def _together(items: Iterable[Item], max_rows: int) -> Iterator[list[tuple[int, Item]]]:

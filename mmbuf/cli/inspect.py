@@ -184,7 +184,7 @@ def _hidden(tables: Tables) -> set[str | None]:
 
 def _filtered(tables: Tables, where: str) -> Any:
     duckdb = optional_package("duckdb", "analysis")
-    with tables.connect() as connection:
+    with tables.connect(files=()) as connection:
         try:
             return connection.view("trajectories").filter(where).to_arrow_table()
         except duckdb.Error as error:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from mmbuf import files
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import AsJson, Paths, plain, query_error, say, show_grid, tables_of
 from mmbuf.errors import MmbufError
@@ -30,9 +31,19 @@ def sql(
     parquet: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it into a Parquet file.")
     ] = None,
+    allow_files: Annotated[
+        bool,
+        typer.Option(
+            "--allow-files",
+            help="Let the query read and write any file, load extensions and change settings.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a store in SQL. Wide columns (images) are there where the query names them."""
+    """Ask a store in SQL. Wide columns (images) are there where the query names them.
+
+    The query can open no file, unless with --allow-files.
+    """
     if as_csv + as_json + (parquet is not None) > 1:
         raise MmbufError("sql: expected one of --csv, --json and --parquet, got several.")
     duckdb = optional_package("duckdb", "analysis")
@@ -41,9 +52,11 @@ def sql(
         with shown("reading") as show:
             tables = tables_of(paths, show)
             wide = [name for name in tables.steps.wide if name in query]
-            with tables.connect(wide) as connection:
+            allowed = None if allow_files else [parquet] if parquet is not None else []
+            with tables.connect(wide, files=allowed) as connection:
                 # Names that are no tables are mistakes, and no variables of this module.
-                connection.execute("set python_enable_replacements = false")
+                if allow_files:
+                    connection.execute("set python_enable_replacements = false")
                 if parquet is not None:
                     _write_parquet(connection, query, parquet)
                     return
@@ -59,7 +72,7 @@ def sql(
                     return
                 rows = found.fetchmany(limit + 1) if limit else found.fetchall()
     except duckdb.Error as error:
-        raise query_error("sql", error) from error
+        raise query_error("sql", error, allow_files=allow_files) from error
     show_grid(names, rows[:limit] if limit else rows)
     if limit and len(rows) > limit:
         say(f"the first {limit:,} rows; all with --limit 0")
@@ -74,7 +87,7 @@ def _write_parquet(connection: Any, query: str, target: Path) -> None:
     found = connection.sql(query)
     if found is None:
         raise MmbufError("sql: expected a query that gives rows, got one that gives none.")
-    found.write_parquet(str(target))
+    found.write_parquet(files.absolute(target))
 
 
 def _write_csv(names: list[str], rows: Iterable[tuple[Any, ...]], target: TextIO) -> None:
