@@ -130,7 +130,7 @@ class TrajectoryReplayBuffer:
         self._lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
         try:
             with vm.uncollected():
-                index = TrajectoryIndex(directory, storage.verify)
+                index = TrajectoryIndex(directory, storage.verify, storage.size_of)
                 contents = index.contents
                 try:
                     self._take_in(contents, directory)

@@ -173,7 +173,7 @@ def _take_back_unfinished(directory: str, listed: set[str], in_use: Collection[s
         return set()
     try:
         names = {str(name) for name in json.loads(files.read(path))}
-    except (ValueError, TypeError, RecursionError):
+    except (CorruptError, ValueError, TypeError, RecursionError):
         names = set()
     unlisted = names.intersection(files.names_in(directory)) - listed
     for name in unlisted.difference(in_use):
@@ -332,7 +332,7 @@ def check_files(directory: str, contents: Contents) -> None:
         path = files.join(directory, entry.file)
         if entry.file not in here:
             raise CorruptError(path, "expected a trajectory's file, got none.")
-        size = files.size_of(path)
+        size = storage.size_of(path, entry)
         if size != entry.size_bytes:
             raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
 

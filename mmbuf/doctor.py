@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from mmbuf import arguments, files, storage, vm
-from mmbuf.errors import MmbufError
+from mmbuf.errors import CorruptError, MmbufError
 from mmbuf.salvage import salvage
 from mmbuf.writer import MAX_PENDING_BYTES
 
@@ -161,6 +161,8 @@ def _lock(directory: str) -> Remark:
     is_running = None if holder is None else files.is_running(*holder)
     try:
         is_held = files.is_locked(path)
+    except CorruptError as error:
+        return _remark("writer", str(error), None, f"Remove {path}.")
     except OSError:  # a file system without locks: what the file says is all there is
         remedy = f"If it has ended there, remove {path}."
         return _remark("writer", who, None, "" if is_running else remedy)
@@ -175,7 +177,7 @@ def _temporaries(directory: str) -> Remark:
     path = files.join(directory, files.WRITER_LOCK)
     try:
         is_written = files.exists(path) and files.is_locked(path)
-    except OSError:
+    except (CorruptError, OSError):
         is_written = False
     remedy = "Left by a process that has ended; the next writer that opens the store removes them."
     return _remark("temporaries", found, 0, remedy if found and not is_written else "")

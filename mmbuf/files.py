@@ -1,9 +1,9 @@
 """The only door to the disk: names, whole writes, atomic replacement, sync, locks.
 
 All functions raise OSError as the operating system gives it, with the path where there is one. What
-is opened or measured is a file itself: a symbolic link, which may lead out of the store, a pipe or
-a device in its place is a CorruptError. They are called as ``files.function`` throughout, so that a
-test can put another disk in their place.
+is opened, measured, linked, copied or synced is a file itself: a symbolic link, which may lead out
+of the store, a pipe, a socket or a device in its place is a CorruptError, and is not opened. They
+are called as ``files.function`` throughout, so that a test can put another disk in their place.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and
 # What link answers where there are none: other file systems, some network and FAT ones, too many.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 _COPY_BYTES = 8 << 20
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 
 
@@ -124,27 +132,54 @@ def is_file(path: str) -> bool:
     return exists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 
+def size_of_file(path: str) -> int:
+    """Bytes of a file; CorruptError for a directory."""
+    status = os.lstat(path)
+    _check_is_file(path, status)
+    return status.st_size
+
+
 def size_of(path: str) -> int:
-    """Bytes of a file, or of all files in a directory (not of those below)."""
-    return sum(status.st_size for status in _statuses(path))
+    """Bytes of a file, or of all files in a directory."""
+    return sum(status.st_size for status in _files_of(path).values())
 
 
-def _statuses(path: str) -> list[os.stat_result]:
-    """Of a file, or of all files in a directory."""
-    statuses = {path: os.lstat(path)}
-    if stat.S_ISDIR(statuses[path].st_mode):
+def _files_of(path: str) -> dict[str, os.stat_result]:
+    """The file of this name, or all files in the directory of this name, by path.
+
+    CorruptError unless all are files. A trajectory of many files has no directories in its own.
+    """
+    status = os.lstat(path)
+    found = {path: status}
+    if stat.S_ISDIR(status.st_mode):
         with os.scandir(path) as names:
-            statuses = {name.path: name.stat(follow_symlinks=False) for name in names}
-    for name, status in statuses.items():
-        if stat.S_ISLNK(status.st_mode):
-            raise _not_a_file(name, "a symbolic link")
-    return list(statuses.values())
+            found = {name.path: name.stat(follow_symlinks=False) for name in names}
+    for name, status in found.items():
+        _check_is_file(name, status)
+    return found
 
 
 def check_is_no_link(path: str) -> None:
     """CorruptError for a symbolic link."""
     if os.path.islink(path):
         raise _not_a_file(path, "a symbolic link")
+
+
+def check_can_be_read(path: str) -> None:
+    """CorruptError for a pipe, a socket or a device, which others would wait for or change.
+
+    For files that a caller names, and that a library opens: links are followed.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        raise CorruptError(path, f"expected a file, got {_KINDS[kind]}.")
+
+
+def _check_is_file(path: str, status: os.stat_result) -> None:
+    """CorruptError unless this is the status of a file."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise _not_a_file(path, _KINDS[kind])
 
 
 def _not_a_file(path: str, what: str) -> CorruptError:
@@ -208,7 +243,7 @@ class Watch:
 
 def disk_bytes_of(path: str) -> int:
     """Bytes that a file, or all files in a directory, take on the disk: holes take none."""
-    return sum(status.st_blocks for status in _statuses(path)) * 512
+    return sum(status.st_blocks for status in _files_of(path).values()) * 512
 
 
 def free_bytes(path: str) -> int:
@@ -266,8 +301,13 @@ def rename(source: str, target: str) -> None:
 
 
 def is_same(path: str, other: str) -> bool:
-    """Whether both names are there and mean the same file, or directories of the same files."""
+    """Whether both names mean the same file, which is there, or directories of the same files.
+
+    A link is no file, but where a directory is meant it may lead to it.
+    """
     try:
+        if not os.path.isdir(path):
+            return _is_same_file(path, other)
         if os.path.samefile(path, other):
             return True
         names = os.listdir(path)
@@ -275,12 +315,15 @@ def is_same(path: str, other: str) -> bool:
             names != []
             and sorted(names) == sorted(os.listdir(other))
             and all(
-                os.path.samefile(os.path.join(path, name), os.path.join(other, name))
-                for name in names
+                _is_same_file(os.path.join(path, name), os.path.join(other, name)) for name in names
             )
         )
     except OSError:
         return False
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    return os.path.samestat(os.lstat(path), os.lstat(other))
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -290,31 +333,45 @@ def link_or_copy(source: str, target: str) -> None:
     target is complete when it appears, and but for its name it is on the disk itself if the source
     is. FileExistsError if it is there already.
     """
-    check_is_no_link(source)
-    if not os.path.isdir(source):
-        try:
-            os.link(source, target)
-            return
-        except FileExistsError:
-            raise
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
+    found = _files_of(source)
+    if source in found:
+        _link_or_copy_file(source, target)
+        return
     name = temporary(target)
     try:
-        if os.path.isdir(source):
-            os.mkdir(name)
-            for inner in os.listdir(source):
-                link_or_copy(os.path.join(source, inner), os.path.join(name, inner))
-            sync(name)  # the names in it
-        else:
-            _copy(source, name)
-        if os.path.lexists(target):  # a race would be with another writer, which the lock forbids
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        os.rename(name, target)
+        os.mkdir(name)
+        for inner in found:
+            _link_or_copy_file(inner, os.path.join(name, os.path.basename(inner)))
+        sync(name)  # the names in it
+        _give_name(name, target)
     except BaseException:
         remove(name)
         raise
+
+
+def _link_or_copy_file(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+        return
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    name = temporary(target)
+    try:
+        _copy(source, name)
+        _give_name(name, target)
+    except BaseException:
+        remove(name)
+        raise
+
+
+def _give_name(path: str, target: str) -> None:
+    """Rename to what is no name yet."""
+    if os.path.lexists(target):  # a race would be with another writer, which the lock forbids
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    os.rename(path, target)
 
 
 def _copy(source: str, target: str) -> None:
@@ -440,7 +497,10 @@ def _name(error: BaseException, path: str) -> None:
 
 
 def _open(path: str, flags: int) -> int:
-    # A pipe would let us wait for who writes to it.
+    """Open a file; CorruptError, and nothing is opened, where something else has its name."""
+    with suppress(FileNotFoundError):  # to be made, or to be told by what follows
+        _check_is_file(path, os.lstat(path))
+    # Should a pipe have taken its place since, we do not wait for who writes to it.
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o666)
@@ -449,8 +509,7 @@ def _open(path: str, flags: int) -> int:
             raise _not_a_file(path, "a symbolic link") from error
         raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _not_a_file(path, "a directory, a pipe or a device")
+        _check_is_file(path, os.fstat(fd))
     except BaseException as error:
         _name(error, path)
         _close_after_reading(fd)
@@ -552,20 +611,25 @@ def replace(path: str, blocks: Iterable[bytes]) -> None:
 
 def sync_whole(path: str) -> None:
     """Bring a file, or a directory and the files in it, to the disk itself."""
-    if os.path.isdir(path):
-        for name in os.listdir(path):
-            sync(os.path.join(path, name))
-    sync(path)
+    found = _files_of(path)
+    for name in found:
+        sync(name)
+    if path not in found:
+        sync(path)
 
 
 def sync(path: str) -> None:
     """Bring a file, or the names in a directory, to the disk itself."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    is_names = is_directory(path)
+    if is_names:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    else:
+        fd = _open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
         # SMB and others sync no directories: names are there when their server says so.
-        if error.errno != errno.EINVAL or not os.path.isdir(path):
+        if error.errno != errno.EINVAL or not is_names:
             _name(error, path)
             raise
     finally:
@@ -583,8 +647,8 @@ class WriterLock:
     """
 
     def __init__(self, path: str) -> None:
-        if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-            raise _not_a_file(path, "something else")
+        with suppress(FileNotFoundError):
+            _check_is_file(path, os.lstat(path))
         # Any thread may release it: a buffer is often closed by another than opened it.
         self._lock = filelock.FileLock(path, is_singleton=False, thread_local=False)
         try:
@@ -606,7 +670,7 @@ class WriterLock:
 def is_locked(path: str) -> bool:
     """Whether somebody holds the lock on ``path`` now; asked without writing to it.
 
-    OSError where the file system cannot tell.
+    OSError where the file system cannot tell, CorruptError for what is no file.
     """
     with opened(path) as fd:
         try:
@@ -621,7 +685,7 @@ def last_holder(path: str) -> tuple[int, str] | None:
     try:
         holder = json.loads(read(path))
         return int(holder["pid"]), str(holder["host"])
-    except (OSError, ValueError, LookupError, TypeError, OverflowError):
+    except (CorruptError, OSError, ValueError, LookupError, TypeError, OverflowError):
         return None
 
 

@@ -147,7 +147,11 @@ def _remarks(directory: str, found: Salvage, unlisted: set[str]) -> list[Finding
         remarks.append(Finding(files.join(directory, name), what, False))
 
     unfinished = _unfinished(directory)
-    is_written = _is_locked(files.join(directory, files.WRITER_LOCK))
+    try:
+        is_written = _is_locked(files.join(directory, files.WRITER_LOCK))
+    except CorruptError as error:
+        remarks.append(Finding(error.path, f"{error.what} Remove it.", True))
+        is_written = False
     for name in sorted(unlisted - unfinished):
         if name not in found.dead_files:
             remark(name, "a trajectory's file that is not listed; a repair takes it in.")

@@ -324,7 +324,10 @@ class TrajectoryIndex:
     """The index of a store that this process writes. For one thread at a time."""
 
     def __init__(
-        self, directory: str, verify: Callable[[str, Entry, Schema], None] | None = None
+        self,
+        directory: str,
+        verify: Callable[[str, Entry, Schema], None] | None = None,
+        size_of: Callable[[str, Entry], int] = lambda path, entry: files.size_of(path),
     ) -> None:
         """Open the store in ``directory`` (which exists), or begin one there.
 
@@ -332,8 +335,10 @@ class TrajectoryIndex:
         no longer listed, files that did not survive a power loss. Those have the right size but
         not their bytes, as often as not: ``verify(path, entry, schema)`` raises CorruptError then.
         It is asked once, about what was not synced when the machine was started anew.
+        ``size_of(path, entry)`` measures a trajectory's file.
         """
         self.directory = directory
+        self._size_of = size_of
         self._boot_id = files.boot_id()
         files.remove_temporaries(directory)
         journal = files.join(directory, JOURNAL)
@@ -479,7 +484,7 @@ class TrajectoryIndex:
     def _is_sound(self, entry: Entry, verify: Callable[[str, Entry, Schema], None] | None) -> bool:
         path = files.join(self.directory, entry.file)
         try:
-            size = files.size_of(path)  # CorruptError for a link: no power loss leaves one
+            size = self._size_of(path, entry)  # CorruptError for a link: no power loss leaves one
         except FileNotFoundError:
             return False
         if size != entry.size_bytes:

@@ -47,6 +47,7 @@ class Format(Protocol):
     NAME: str
     EXTENSION: str
     CAN_MAP: bool  # whether rows lie in the file as they lie in memory
+    IS_DIRECTORY: bool  # whether a "file" is a directory of files
 
     def write(
         self,
@@ -121,6 +122,15 @@ def verify(path: str, entry: Entry, schema: Schema) -> None:
     if entry.format not in FORMATS:
         raise CorruptError(path, f"expected a format of {list(FORMATS)}, got {entry.format!r}.")
     FORMATS[entry.format].verify(path, entry, schema)
+
+
+def size_of(path: str, entry: Entry) -> int:
+    """Bytes of the file of ``entry``, of which the format must be known; it is not opened.
+
+    CorruptError unless it is a file, or a directory of files if that is what the format makes.
+    """
+    of = files.size_of if FORMATS[entry.format].IS_DIRECTORY else files.size_of_file
+    return of(path)
 
 
 def check_entries(schema: Schema, items: Iterable[tuple[Entry, str]]) -> None:

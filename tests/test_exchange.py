@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from minari.data_collector import EpisodeBuffer
 from minari.dataset.minari_storage import MinariStorage
 from typer.testing import CliRunner
 
-from mmbuf import ReplayReader, SchemaError, cli, storage
+from mmbuf import CorruptError, ReplayReader, SchemaError, cli, storage
 from mmbuf.analysis import Table, Tables
 from mmbuf.exchange import target
 from mmbuf.exchange.hf import to_hf
@@ -283,6 +284,19 @@ def test_an_episode_of_robomimic_is_a_trajectory(tmp_path: Path) -> None:
     assert json.loads(ran.stdout) == {"num_trajectories": 12, "num_rows": sum(range(2, 14))}
     for found, episode in zip(stored(path), episodes, strict=True):
         check_equal(found, episode)
+
+
+@pytest.mark.parametrize(("form", "name"), [("hdf5", "file"), ("minari", "data/main_data.hdf5")])
+def test_a_pipe_is_refused_and_nobody_waits_for_it(tmp_path: Path, form: str, name: str) -> None:
+    if form == "minari":
+        minari_data(tmp_path / "data")
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    source = tmp_path / ("data" if form == "minari" else name)
+    ran = run("import", source, tmp_path / "store", "--from", form)
+    assert (ran.exit_code, isinstance(ran.exception, CorruptError)) == (1, True)
+    assert str(ran.exception) == f"{tmp_path / name}: expected a file, got a pipe."
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("has_next", [False, True])

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 import mmbuf
 from mmbuf import files
-from mmbuf.errors import LockedError
+from mmbuf.errors import CorruptError, LockedError
 
 FORK = multiprocessing.get_context("fork")
 
@@ -136,6 +137,115 @@ def test_to_make_a_directory_that_is_there_is_fine(tmp_path: Path) -> None:
     files.make_directory(str(tmp_path / "b" / "c"))
     assert (tmp_path / "a" / "file").read_bytes() == b"x"
     assert files.is_directory(str(tmp_path / "b" / "c"))
+
+
+# -- what is no file -----------------------------------------------------------------------------
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "a device": lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3)),
+    "a symbolic link": lambda path: path.symlink_to("/dev/null"),
+    "a directory": lambda path: path.mkdir(),
+}
+by_kind = pytest.mark.parametrize("kind", NO_FILES)
+# Those that take a directory of files as well are asked about one with something else in it.
+OF_FILES = {
+    "read": files.read,
+    "opened": lambda path: files.opened(path).__enter__(),
+    "opened_file": lambda path: files.opened_file(path).__enter__(),
+    "open_for_append": files.open_for_append,
+    "size_of_file": files.size_of_file,
+    "is_locked": files.is_locked,
+    "WriterLock": files.WriterLock,
+}
+OF_TRAJECTORIES = {
+    "size_of": files.size_of,
+    "disk_bytes_of": files.disk_bytes_of,
+    "sync_whole": files.sync_whole,
+    "link_or_copy": lambda path: files.link_or_copy(path, path + ".copy"),
+}
+
+
+def made_no_file(path: Path, kind: str) -> None:
+    try:
+        NO_FILES[kind](path)
+    except PermissionError:
+        pytest.skip("devices are for root to make")
+
+
+def assert_refused(
+    patch: pytest.MonkeyPatch, call: Callable[[str], object], path: Path, kind: str, named: Path
+) -> None:
+    """That it is a CorruptError about ``named``, and nothing was opened, not even for a moment."""
+    really = os.open
+
+    def checked(name: str, *arguments: Any) -> int:
+        assert not os.path.lexists(name) or os.path.isdir(name) or os.path.isfile(name), name
+        return really(name, *arguments)
+
+    patch.setattr(os, "open", checked)
+    before = sorted(path.parent.rglob("*"))
+    with pytest.raises(CorruptError) as error:
+        call(str(path))
+    assert error.value.path == str(named)
+    assert error.value.what == f"expected a file of the store's own, got {kind}."
+    assert sorted(path.parent.rglob("*")) == before
+
+
+@by_kind
+@pytest.mark.parametrize("name", [*OF_FILES, *OF_TRAJECTORIES])
+def test_what_is_no_file_is_not_opened_measured_or_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    path = tmp_path / "a"
+    made_no_file(path, kind)
+    if name in OF_TRAJECTORIES and kind == "a directory":
+        pytest.skip("a trajectory may be a directory of files")
+    assert_refused(monkeypatch, (OF_FILES | OF_TRAJECTORIES)[name], path, kind, path)
+
+
+@by_kind
+@pytest.mark.parametrize("name", OF_TRAJECTORIES)
+def test_what_is_no_file_among_others_is_not_opened_measured_or_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    path = tmp_path / "a.npy"
+    path.mkdir()
+    (path / "b").write_bytes(b"b")
+    made_no_file(path / "c", kind)
+    assert_refused(monkeypatch, OF_TRAJECTORIES[name], path, kind, path / "c")
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "a")
+    file_status = os.lstat(__file__)
+    monkeypatch.setattr(os, "lstat", lambda path: file_status)
+    with pytest.raises(CorruptError, match="got a pipe"):
+        files.read(str(tmp_path / "a"))
+
+
+def test_a_link_to_the_same_file_is_not_the_same_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "link").symlink_to("a")
+    os.link(tmp_path / "a", tmp_path / "b")
+    assert files.is_same(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert not files.is_same(str(tmp_path / "a"), str(tmp_path / "link"))
+    assert not files.is_same(str(tmp_path / "link"), str(tmp_path / "a"))
+
+
+def test_a_link_to_the_same_directory_is_the_same_directory(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    assert files.is_same(str(tmp_path / "a"), str(tmp_path / "link"))
+
+
+def test_names_in_a_directory_are_synced_through_a_link_to_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    files.sync(str(tmp_path / "link"))
 
 
 # -- new files -----------------------------------------------------------------------------------

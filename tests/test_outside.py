@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +23,16 @@ import pytest
 import torch
 from data import columns_of, contents_of, is_equal, is_whole, row_ids, trajectory
 
-from mmbuf import CorruptError, MmbufError, ReplayReader, TrajectoryReplayBuffer, health, storage
+from mmbuf import (
+    CorruptError,
+    MmbufError,
+    ReplayReader,
+    TrajectoryReplayBuffer,
+    WriteError,
+    doctor,
+    health,
+    storage,
+)
 from mmbuf.transfer import convert
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -85,6 +95,7 @@ def nothing_outside(store: Path, *, is_changed: bool = False) -> Iterator[None]:
     others = {p: contents_of(p) for p in parent.iterdir() if p != store and p.is_dir()}
     before = contents_of(store) if store.exists() else {}
     _seen = []
+    os.listdir(parent)  # that somebody watches is seen though nothing is opened
     try:
         yield
     finally:
@@ -449,16 +460,149 @@ def test_a_dropped_trajectory_that_became_a_link_is_unlinked_and_not_followed(
     assert not path.is_symlink()
 
 
+NO_FILES = {
+    "pipe": os.mkfifo,
+    "directory": os.mkdir,
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "device": lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3)),
+}
+by_kind = pytest.mark.parametrize("kind", NO_FILES)
+
+
+def put_no_file(path: Path, kind: str) -> None:
+    try:
+        NO_FILES[kind](path)
+    except PermissionError:
+        pytest.skip("devices are for root to make")
+
+
 @by_way
-@pytest.mark.parametrize("kind", ["pipe", "directory"])
-@pytest.mark.parametrize("name", ["journal.jsonl", "trajectory_1_.arrow", "trajectory_1_.pkl"])
+@by_kind
+@pytest.mark.parametrize(
+    "name", ["journal.jsonl", "trajectory_1_.arrow", "trajectory_1_.pkl", "trajectory_1_.pt"]
+)
 def test_what_is_no_file_is_refused_and_nobody_waits_for_it(
     store: Path, outside: Path, way: str, name: str, kind: str
 ) -> None:
-    made(store, "pkl" if name.endswith("pkl") else "arrow")
+    made(store, name.split(".")[1] if name.startswith("trajectory") else "arrow")
     (store / name).unlink()
-    (os.mkfifo if kind == "pipe" else os.mkdir)(store / name)
-    assert refused(WAYS[way], store) == str(store / name)
+    put_no_file(store / name, kind)
+    assert refused(WAYS[way], store, f"got a {kind}") == str(store / name)
+
+
+@by_way
+@by_kind
+def test_an_index_that_is_no_file_is_refused_and_nobody_waits_for_it(
+    store: Path, outside: Path, way: str, kind: str
+) -> None:
+    made_checkpoint(store)
+    (store / "trajectory_index.json").unlink()
+    put_no_file(store / "trajectory_index.json", kind)
+    assert refused(WAYS[way], store, f"got a {kind}") == str(store / "trajectory_index.json")
+
+
+@by_way
+@by_kind
+@pytest.mark.parametrize("name", ["dones.npy", "trajectory.json", "one.more"])
+def test_what_is_no_file_in_a_trajectory_of_many_is_refused_and_nobody_waits_for_it(
+    store: Path, outside: Path, way: str, name: str, kind: str
+) -> None:
+    made(store, "npy")
+    path = file_of(store, 1) / name
+    path.unlink(missing_ok=True)
+    put_no_file(path, kind)
+    assert refused(WAYS[way], store, f"got a {kind}") == str(path)
+
+
+@by_way
+@by_kind
+def test_what_is_no_file_and_said_to_be_empty_is_refused_and_nobody_waits_for_it(
+    store: Path, outside: Path, way: str, kind: str
+) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([{"rewards": torch.ones(4, 2, 0)}])
+        buffer.save_checkpoint(store)
+    path = file_of(store, 0)
+    path.unlink()
+    put_no_file(path, kind)
+    index = json.loads((store / "trajectory_index.json").read_text())
+    del index["crc"]
+    index["trajectory_index"]["0"]["size_bytes"] = path.lstat().st_size
+    (store / "trajectory_index.json").write_text(json.dumps(index))
+    assert refused(WAYS[way], store, f"got a {kind}") == str(path)
+
+
+@by_kind
+@pytest.mark.parametrize("name", ["journal.jsonl", ".writer.lock"])
+def test_a_writer_waits_for_nothing_that_is_no_file(
+    store: Path, outside: Path, name: str, kind: str
+) -> None:
+    made(store)
+    (store / name).unlink()
+    put_no_file(store / name, kind)
+    assert refused(go_on, store, f"got a {kind}") == str(store / name)
+
+
+@by_kind
+@pytest.mark.parametrize("form", ["arrow", "npy"])
+def test_a_writer_with_a_bound_waits_for_no_trajectory_that_is_no_file(
+    store: Path, outside: Path, form: str, kind: str
+) -> None:
+    made(store, form)
+    path = file_of(store, 1)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if (form, kind) == ("npy", "directory"):
+        path.mkdir()
+        path = path / "dones.npy"
+    put_no_file(path, kind)
+
+    def bounded(store: Path) -> None:
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, max_disk_bytes=1 << 30)
+
+    assert refused(bounded, store, f"got a {kind}") == str(path)
+
+
+@by_kind
+def test_checks_of_a_store_wait_for_nothing_that_is_no_file(
+    store: Path, outside: Path, kind: str
+) -> None:
+    made(store)
+    for name in ("trajectory_1_.arrow", "metadata.json", ".writer.lock"):
+        (store / name).unlink()
+        put_no_file(store / name, kind)
+    with nothing_outside(store):
+        found = {finding.path for finding in health.verify(store) if finding.is_damage}
+        assert {str(store / "trajectory_1_.arrow"), str(store / "metadata.json")} <= found
+        assert doctor.examine(store)
+    (store / ".writer.lock").rmdir() if kind == "directory" else (store / ".writer.lock").unlink()
+    with nothing_outside(store, is_changed=True):
+        report = health.repair(store)
+    assert (set(report.quarantined), "metadata.json" in report.rewritten) == (
+        {"trajectory_1_.arrow"},
+        True,
+    )
+    assert (store / "metadata.json").is_file()
+    read(store)
+
+
+@by_kind
+def test_a_save_waits_for_nothing_that_is_no_file(store: Path, outside: Path, kind: str) -> None:
+    made_checkpoint(store)
+    (store / ".saving.json").touch()
+    for path in (store / ".saving.json", file_of(store, 1), store / "metadata.json"):
+        path.unlink()
+        put_no_file(path, kind)
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([trajectory(7)])
+        with nothing_outside(store, is_changed=True):
+            if kind == "directory":
+                with pytest.raises(WriteError):
+                    buffer.save_checkpoint(store)
+                return
+            buffer.save_checkpoint(store)
+    with ReplayReader(store) as reader:
+        assert is_whole(reader.sample(100))
+        assert len(reader) == 1
 
 
 def test_a_directory_of_trajectories_may_be_a_link_itself(store: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from mmbuf.trajectory import fields_of
 NAME = "pkl"
 EXTENSION = ".pkl"
 CAN_MAP = False
+IS_DIRECTORY = False
 
 _PROTOCOL = 4  # RLinf's own; every Python since 3.4 reads it
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C

@@ -30,6 +30,7 @@ from mmbuf.trajectory import fields_of
 NAME = "pt"
 EXTENSION = ".pt"
 CAN_MAP = False
+IS_DIRECTORY = False
 
 _ZIP_MAGIC = b"PK\x03\x04"
 

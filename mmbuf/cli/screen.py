@@ -16,7 +16,7 @@ from rich.table import Table as Grid
 
 from mmbuf import files
 from mmbuf.analysis import Tables
-from mmbuf.errors import MmbufError
+from mmbuf.errors import CorruptError, MmbufError
 from mmbuf.terminal import printable
 
 Paths = Annotated[
@@ -53,7 +53,7 @@ def writer_of(directory: str) -> dict[str, Any] | None:
     path = files.join(directory, files.WRITER_LOCK)
     try:
         is_held = files.exists(path) and files.is_locked(path)
-    except OSError:  # a file system without locks, or a store that is gone
+    except (CorruptError, OSError):  # no file, a file system without locks, a store that is gone
         return None
     pid, host = files.last_holder(path) or (None, None)
     return {"pid": pid, "host": host} if is_held else None

@@ -183,8 +183,8 @@ def _disk_bytes_of(item: Item) -> int:
     _, entry, directory = item
     try:
         return files.disk_bytes_of(files.join(directory, entry.file))
-    except FileNotFoundError:
-        return 0  # removed meanwhile: soon it will be told
+    except (FileNotFoundError, CorruptError):
+        return 0  # removed meanwhile: soon it will be told; or for `mmbuf verify` to name
 
 
 def _grid_of(facts: dict[str, Any]) -> Grid:

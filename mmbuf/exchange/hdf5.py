@@ -44,10 +44,11 @@ def from_hdf5(
     """Make the new store ``target`` of a file; see `episodes.write_store`.
 
     One episode at a time is in memory. SchemaError for a file of another layout, OSError for none
-    of HDF5's, MmbufError where h5py is not installed.
+    of HDF5's, CorruptError for no file but a pipe, MmbufError where h5py is not installed.
     """
     h5py = optional_package("h5py", "exchange")
     path = files.absolute(source)
+    files.check_can_be_read(path)
     with h5py.File(path, "r") as file:
         if "data" in file:
             demos = sorted(file["data"], key=_number_of)

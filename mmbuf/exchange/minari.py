@@ -51,6 +51,8 @@ def from_minari(
         path = inner
     if not files.exists(files.join(path, "metadata.json")):
         raise FileNotFoundError(f"{path}: expected a Minari data set, got none.")
+    for name in files.names_in(path):
+        files.check_can_be_read(files.join(path, name))
     dataset = minari.MinariDataset(path)
     episodes = map(_episode, dataset.iterate_episodes())
     return write_store(episodes, int(dataset.total_episodes), target, on_progress)

@@ -42,6 +42,7 @@ from mmbuf.vm import HUGE_PAGE, round_up
 NAME = "arrow"
 EXTENSION = ".arrow"
 CAN_MAP = True
+IS_DIRECTORY = False
 
 _KEY = b"mmbuf"
 _MAGIC = b"ARROW1"

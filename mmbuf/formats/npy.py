@@ -40,6 +40,7 @@ from mmbuf.schema import Array, Column, Schema
 NAME = "npy"
 EXTENSION = ".npy"
 CAN_MAP = True
+IS_DIRECTORY = True
 HEADER = "trajectory.json"
 
 _MAGIC = b"\x93NUMPY\x01\x00"  # version 1.0
