@@ -26,7 +26,7 @@ from mmbuf import arguments, checkpoint, files, shield, storage, vm
 from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
-from mmbuf.errors import ClosedError, CorruptError, MmbufError, WriteError
+from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex
 from mmbuf.notebook import Shown
 from mmbuf.places import Slot
@@ -119,7 +119,12 @@ class TrajectoryReplayBuffer:
         self._writer: TrajectoryWriter | None = None
         self._let_go: weakref.finalize[Any, Any] | None = None
         if self.auto_save_path is not None:
-            shield.run(self._open_store, self.auto_save_path, max_pending_bytes)
+            try:
+                shield.run(self._open_store, self.auto_save_path, max_pending_bytes)
+            except BaseException:
+                if self._let_go is not None:  # interrupted, and the traceback may keep us for long
+                    self._let_go()
+                raise
 
     def _open_store(self, directory: str, max_pending_bytes: int) -> None:
         if files.exists(directory) and not files.is_directory(directory):
@@ -307,6 +312,10 @@ class TrajectoryReplayBuffer:
         while True:
             try:
                 return read()
+            except EmptyBufferError:
+                if self._is_closed:  # since it was looked at, by another thread or a handler
+                    raise _closed("sample") from None
+                raise
             except (CorruptError, FileNotFoundError):
                 if not (self._is_forked() and shield.run(self._window.drop_missing)):
                     raise

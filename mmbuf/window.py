@@ -44,6 +44,8 @@ from mmbuf.schema import Column, Schema, interleave
 from mmbuf.staging import Staging, as_device
 from mmbuf.trajectory import Trajectory
 
+_MAX_DRAWN = 1024  # batches whose rows are counted together
+
 _UNIFORM = Uniform()  # it remembers nothing, so all may share it
 
 Key = Hashable  # what a trajectory of the list is called: its id, where there is only one store
@@ -85,6 +87,7 @@ class Window:
         self._count_lock = threading.Lock()  # guards the samplers and the next two
         self._num_sampled = 0
         self._counted = (0, time.monotonic())  # rows and time when it was asked last
+        self._drawn: deque[int] = deque()  # rows of batches that are not counted yet
         self._num_seen = 0  # rows that were ever in the list
         self._on_fork = on_fork  # called in a forked child, to make other locks anew
         # Held while a reader's list changes, and by a fork: so that no child has half a change.
@@ -362,8 +365,17 @@ class Window:
         sampler.owner = self.identity
 
     def _count_sampled(self, num_rows: int) -> None:
+        # Without a lock, which a signal handler could find held by what it has interrupted.
+        self._drawn.append(num_rows)
+        if len(self._drawn) > _MAX_DRAWN:
+            shield.run(self._count_drawn)
+
+    def _count_drawn(self) -> int:
+        """How many rows were sampled up to now."""
         with self._count_lock:
-            self._num_sampled += num_rows
+            while self._drawn:
+                self._num_sampled += self._drawn.popleft()
+            return self._num_sampled
 
     def get_entry(self, trajectory_id: Key) -> Entry:
         """What the index says of one trajectory. KeyError if there is none of this id."""
@@ -474,8 +486,9 @@ class Window:
 
     def _rates(self) -> dict[str, float]:
         now = time.monotonic()
+        num_rows = self._count_drawn()
         with self._count_lock:
-            num_rows, (before, then) = self._num_sampled, self._counted
+            before, then = self._counted
             self._counted = (num_rows, now)
         oldest = next(iter(self.window_ids), None)
         entry = None if oldest is None else self.entries.get(oldest)
