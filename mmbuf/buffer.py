@@ -135,7 +135,7 @@ class TrajectoryReplayBuffer:
         self._lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
         try:
             with vm.uncollected():
-                index = TrajectoryIndex(directory, storage.verify, storage.size_of)
+                index = TrajectoryIndex(directory, storage.verify, storage.size_of, self._lock)
                 contents = index.contents
                 try:
                     self._take_in(contents, directory)

@@ -16,7 +16,10 @@ import os
 import re
 import socket
 import stat
+import struct
+import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
@@ -32,6 +35,8 @@ _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and
 # What link answers where there are none: other file systems, some network and FAT ones, too many.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 _COPY_BYTES = 8 << 20
+_PATIENCE_S = 1.0  # with who holds a writer's lock for a moment only
+_MAX_CHANGES = 100  # of a lock's file while it is taken
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a directory",
@@ -186,8 +191,35 @@ def _not_a_file(path: str, what: str) -> CorruptError:
     return CorruptError(path, f"expected a file of the store's own, got {what}.")
 
 
+class Identity(NamedTuple):
+    """Which file it is, whatever it is called. No other is it while somebody holds it open."""
+
+    device: int
+    inode: int
+
+
+_NO_FILE = Identity(0, 0)
+
+
+def identity(fd: int) -> Identity:
+    status = os.fstat(fd)
+    return Identity(status.st_dev, status.st_ino)
+
+
+def num_names(path: str, known: Identity) -> int:
+    """How many names the file ``known`` has, if ``path`` is one of them; else 0. One ``stat``."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    return status.st_nlink if (status.st_dev, status.st_ino) == known else 0
+
+
 class Signature(NamedTuple):
-    """What tells one state of a file from another; times in ns."""
+    """What tells one state of a file from another; times in ns.
+
+    ``changed_at`` is when its bytes changed or it got or lost a name.
+    """
 
     inode: int
     size: int
@@ -197,7 +229,7 @@ class Signature(NamedTuple):
 def signature(file: str | int) -> Signature:
     """The state of a file, given by its path or open; one ``stat``."""
     status = os.stat(file)
-    return Signature(status.st_ino, status.st_size, status.st_mtime_ns)
+    return Signature(status.st_ino, status.st_size, status.st_ctime_ns)
 
 
 def has_changed(path: str, known: Signature) -> bool:
@@ -205,7 +237,7 @@ def has_changed(path: str, known: Signature) -> bool:
     status = os.stat(path)
     return (
         status.st_size != known.size
-        or status.st_mtime_ns != known.changed_at
+        or status.st_ctime_ns != known.changed_at
         or status.st_ino != known.inode
     )
 
@@ -225,7 +257,7 @@ class Watch:
         status = os.fstat(self._fd)
         return (
             status.st_size != known.size
-            or status.st_mtime_ns != known.changed_at
+            or status.st_ctime_ns != known.changed_at
             or status.st_ino != known.inode
             or not status.st_nlink
         )
@@ -593,6 +625,15 @@ def read(path: str) -> bytes:
         return read_at(fd, length(fd), 0)
 
 
+def blocks_of(fd: int, size: int) -> Iterator[bytes]:
+    """The first ``size`` bytes of an open file, some at a time; EOFError if it is shorter."""
+    for offset in range(0, size, _COPY_BYTES):
+        block = read_at(fd, min(_COPY_BYTES, size - offset), offset)
+        if len(block) < min(_COPY_BYTES, size - offset):
+            raise EOFError(f"the file ends at byte {offset + len(block)}")
+        yield block
+
+
 def replace(path: str, blocks: Iterable[bytes]) -> None:
     """Put a new file in the place of ``path``: after power loss the old one or the new one."""
     name = temporary(path)
@@ -643,36 +684,214 @@ def sync_open(fd: int) -> None:
 class WriterLock:
     """The one writer of a store: a lock on ``path`` that dies with its process.
 
-    The file says who holds it. It is never removed: a new file would be another lock.
+    The file says who holds it. It is never removed, and replaced only by who holds it and its
+    successor as well; whoever has locked a file looks afterwards whether that still has the name,
+    and else tries the one that has it now.
+
+    A file with other names is that of another store too: of a copy by hard links. It is not written
+    to but replaced by one of our own, so that the two stores do not lock each other.
+
+    LockedError where another writer holds it, CorruptError where ``path`` is no file.
     """
 
     def __init__(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            _check_is_file(path, os.lstat(path))
-        # Any thread may release it: a buffer is often closed by another than opened it.
-        self._lock = filelock.FileLock(path, is_singleton=False, thread_local=False)
+        self._path = path
+        self._descriptors: list[int] = []  # the one that is locked; none where files are not
+        self._identity = _NO_FILE  # of the file
+        self._soft: filelock.BaseFileLock | None = None  # where files cannot be locked
+        weakref.finalize(self, _let_go, self._descriptors).atexit = False
+        _locks.add(self)
         try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise locked(path) from None
-        try:
-            with open(path, "r+") as file:
-                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-                file.truncate()
+            self.hold()
         except BaseException:
             self.release()
             raise
 
+    def hold(self) -> None:
+        """See that ``path`` still is the file that we hold, and ours alone; one ``stat`` if so.
+
+        Where it was removed or replaced the lock is taken anew, where it has got another name the
+        file is made our own. LockedError where another writer has got in: then it is lost, and the
+        next call tries again.
+        """
+        for _ in range(_MAX_CHANGES):
+            names = num_names(self._path, self._identity)
+            if names == 1 or (names and self._soft is not None):
+                return
+            if self._soft is not None:
+                break
+            self._take(self._replaced() if names else self._acquired())
+        raise locked(self._path)
+
     def release(self) -> None:
-        self._lock.release()
+        """Let it go. To do so again does nothing."""
+        _let_go(self._descriptors)
+        if self._soft is not None:
+            self._soft.release()
+
+    def forget(self) -> None:
+        """In a forked child: close what the parent has locked, which stays locked."""
+        while self._descriptors:
+            _close_after_reading(self._descriptors.pop())
+
+    def _take(self, fd: int | None) -> None:
+        """Go on with what is locked now, and let the former go."""
+        if fd is not None:
+            former = self._descriptors.copy()
+            self._descriptors[:] = [fd]
+            self._identity = identity(fd)
+            _let_go(former)
+
+    def _acquired(self) -> int | None:
+        """The file of the name, locked."""
+        deadline = time.monotonic() + _PATIENCE_S
+        sleep_s = 0.001
+        while True:
+            fd = _open(self._path, os.O_CREAT | os.O_RDWR)
+            is_kept = False
+            try:
+                if _lock(fd):
+                    if num_names(self._path, identity(fd)) == 1:
+                        _say_who(fd)
+                    is_kept = True
+                    return fd
+                # A writer stays; not so whoever looks by locking it, and the writer of a store that
+                # shares the file with us will have one of its own.
+                is_final = _is_marked(fd) is True and os.fstat(fd).st_nlink == 1
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    _name(error, self._path)
+                    raise
+                self._acquire_softly(fd)
+                return None
+            finally:
+                if not is_kept:
+                    _close_after_reading(fd)
+            if is_final or time.monotonic() > deadline:
+                raise locked(self._path)
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, 0.05)
+
+    def _replaced(self) -> int:
+        """A new file in the place of ours, locked too."""
+        name = temporary(self._path)
+        fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            if not _lock(fd):
+                raise OSError(errno.EAGAIN, "a new file is locked by another", name)
+            _say_who(fd)
+            os.rename(name, self._path)
+        except BaseException as error:
+            _name(error, self._path)
+            _close_after_reading(fd)
+            with suppress(OSError):
+                unlink(name)
+            raise
+        return fd
+
+    def _acquire_softly(self, fd: int) -> None:
+        """Where the system locks no files: that there is one is the lock, as far as it goes."""
+        if not length(fd):  # made by us: there was none
+            unlink(self._path)
+        # Any thread may release it: a buffer is often closed by another than opened it.
+        lock = filelock.FileLock(self._path, is_singleton=False, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise locked(self._path) from None
+        self._soft = lock
+        fd = _open(self._path, os.O_RDWR)
+        try:
+            self._identity = identity(fd)
+            _say_who(fd)
+        finally:
+            _close_after_reading(fd)
+
+
+_locks: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _lock(fd: int) -> bool:
+    """Lock an open file as its writer; False where somebody else has done so."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    with suppress(OSError):  # then it is a lock all the same
+        _mark(fd, fcntl.F_WRLCK)
+    return True
+
+
+def _let_go(descriptors: list[int]) -> None:
+    """Unlock and close; a child that was forked meanwhile may have them open still."""
+    while descriptors:
+        fd = descriptors.pop()
+        with suppress(OSError):
+            _mark(fd, fcntl.F_UNLCK)
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        _close_after_reading(fd)
+
+
+def _say_who(fd: int) -> None:
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+    write_at(fd, text, 0)
+    truncate(fd, len(text))
+
+
+# Locks of `flock` can be asked about only by trying to take them: a writer that comes at that
+# moment is refused. ``/proc/locks`` shows none of another container's, and names files by devices
+# that are not those of `stat` on some file systems. So a writer puts a lock of another kind on a
+# byte far behind the text as well, for no other purpose: such a lock can be asked about. It belongs
+# to the open file as that of `flock` does.
+_MARKED_BYTE = 1 << 30
+_FLOCK = "hhqqi4x"  # struct flock where it has 64-bit offsets: type, whence, start, length, pid
+
+
+def _mark(fd: int, kind: int) -> None:
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        fcntl.fcntl(
+            fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, _MARKED_BYTE, 1, 0)
+        )
+
+
+def _is_marked(fd: int) -> bool | None:
+    """Whether a writer has put its mark on an open file; None where the system has no marks."""
+    if not hasattr(fcntl, "F_OFD_GETLK"):
+        return None
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _MARKED_BYTE, 1, 0)
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a kernel that knows none
+            return None
+        raise
+    kind: int = struct.unpack(_FLOCK, found)[0]
+    return kind != fcntl.F_UNLCK
 
 
 def is_locked(path: str) -> bool:
     """Whether somebody holds the lock on ``path`` now; asked without writing to it.
 
-    OSError where the file system cannot tell, CorruptError for what is no file.
+    Nor is it locked to find out, but for a moment where the system has no marks: a writer that
+    comes then tries again. OSError where the file system cannot tell, CorruptError for what is no
+    file.
     """
     with opened(path) as fd:
+        is_marked = _is_marked(fd)
+        if is_marked is not None:
+            return is_marked
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -710,9 +929,15 @@ def locked(path: str) -> LockedError:
     who = f"process {pid} on {host}"
     if pid is None:
         who = "a process that has not yet said its name"
+    remedy = "Close that buffer, or read the store with ReplayReader."
+    with suppress(OSError):
+        if os.lstat(path).st_nlink > 1:
+            remedy = (
+                f"Or another one: {os.path.basename(path)} has more than one name, as in a copy by "
+                f"hard links; then its next add or flush sets this one free. {remedy}"
+            )
     return LockedError(
-        f"{os.path.dirname(path)}: expected no other writer, but {who} holds the store. "
-        f"Close that buffer, or read the store with ReplayReader.",
+        f"{os.path.dirname(path)}: expected no other writer, but {who} holds the store. {remedy}",
         pid=pid,
         host=host,
     )

@@ -16,6 +16,9 @@ rest of its line::
 Bytes behind the last valid line are a torn tail: the writer died in the middle of a line. Readers
 ignore it, a writer cuts it off before it appends. A bad line *before* a valid one is damage.
 
+A journal is appended to in place. One that has another name as well, in a copy of the store by hard
+links, is first made the writer's own: a copy takes its place, and the other name keeps what it had.
+
 ``trajectory_index.json`` and ``metadata.json`` are snapshots for people and for RLinf's tools,
 which read the same keys. A checkpoint has no journal: there ``trajectory_index.json`` is the truth,
 and ends as a line of the journal does, in the CRC-32 of the rest. Without its last key ``"crc"`` it
@@ -35,7 +38,7 @@ from typing import Any
 from mmbuf import files
 from mmbuf.arguments import text, whole
 from mmbuf.entry import MAX_NUMBER, Entry, Part, parts_from_json
-from mmbuf.errors import CorruptError, VersionError
+from mmbuf.errors import CorruptError, LockedError, VersionError
 from mmbuf.schema import Schema
 
 JOURNAL = "journal.jsonl"
@@ -214,7 +217,8 @@ class JournalReader:
         watch, signature = self._watch, self._signature
         if watch is not None and signature is not None:
             with suppress(OSError):  # of a descriptor; the file's name may tell more
-                return watch.has_changed(signature)
+                if not watch.has_changed(signature):
+                    return False
         return self.has_changed()
 
     def refresh(self) -> Changes:
@@ -228,14 +232,14 @@ class JournalReader:
             signature = files.signature(fd)
             before = self._signature
             is_same = before is not None and signature.inode == before.inode
-            # A new file may have got the inode of the old one.
-            if not is_same or not self._is_read_before(fd):
+            if not is_same and self._is_held:
+                self._watch = _watch(fd)
+            # A new file may have got the inode of the old one, or begin as that did: a copy.
+            if before is None or not self._is_read_before(fd):
                 if before is not None:
                     changes = self._untold = Changes(is_reset=True)
                 self.contents, self.valid_bytes, self._signature = Contents(), 0, None
                 self._tail = b""
-                if self._is_held:
-                    self._watch = _watch(fd)
             data = files.read_at(fd, signature.size - self.valid_bytes, self.valid_bytes)
         base = self.valid_bytes
         try:
@@ -321,13 +325,18 @@ def read(directory: str) -> tuple[Contents, int]:
 
 
 class TrajectoryIndex:
-    """The index of a store that this process writes. For one thread at a time."""
+    """The index of a store that this process writes. For one thread at a time.
+
+    It writes only while the directory still is the store that was opened: what was renamed, removed
+    or made again meanwhile, or is written by another, is an OSError, and nothing has happened.
+    """
 
     def __init__(
         self,
         directory: str,
         verify: Callable[[str, Entry, Schema], None] | None = None,
         size_of: Callable[[str, Entry], int] = lambda path, entry: files.size_of(path),
+        lock: files.WriterLock | None = None,
     ) -> None:
         """Open the store in ``directory`` (which exists), or begin one there.
 
@@ -335,13 +344,14 @@ class TrajectoryIndex:
         no longer listed, files that did not survive a power loss. Those have the right size but
         not their bytes, as often as not: ``verify(path, entry, schema)`` raises CorruptError then.
         It is asked once, about what was not synced when the machine was started anew.
-        ``size_of(path, entry)`` measures a trajectory's file.
+        ``size_of(path, entry)`` measures a trajectory's file. ``lock`` is what keeps others out.
         """
         self.directory = directory
         self._size_of = size_of
+        self._lock = lock
         self._boot_id = files.boot_id()
         files.remove_temporaries(directory)
-        journal = files.join(directory, JOURNAL)
+        journal = self._journal = files.join(directory, JOURNAL)
         if files.exists(journal):
             self.contents, valid = read(directory)
         elif files.exists(files.join(directory, INDEX)):
@@ -354,15 +364,19 @@ class TrajectoryIndex:
         is_new = not files.exists(journal)
         self._fd = files.open_for_append(journal)
         self._end = valid  # of the lines in the journal
+        self._is_torn = False  # an append has failed: there may be something behind them
         self._changes = 0  # since the last snapshot
         try:
+            self._identity = files.identity(self._fd)
             with files.naming(journal):
                 if is_new:
                     # Or a snapshot could survive without it: this would look like a checkpoint.
                     files.sync(directory)
                 if files.length(self._fd) > valid:
                     _log.warning("%s: a torn line at byte %d was cut off.", journal, valid)
-                    files.truncate(self._fd, valid)
+                    self._is_torn = True
+                self._make_own()
+                self._cut()
                 self._drop_unsound(verify)
                 self.remove_dead_files()
         except BaseException:
@@ -400,10 +414,54 @@ class TrajectoryIndex:
         self._append(_encode(_load_event(contents)))
         self.contents.load(contents)
 
+    def check(self) -> None:
+        """OSError unless the directory is the store that was opened, and no other writer's.
+
+        Two ``stat``, if all is well. A journal that has got another name is made our own.
+        """
+        # The journal first: where it is not, the lock's file is not to be made anew.
+        if not files.num_names(self._journal, self._identity):
+            raise OSError(
+                f"{JOURNAL}: expected the one that was opened, got "
+                f"{'another' if files.exists(self._journal) else 'none'}. Was the directory, or "
+                f"the file, renamed or removed? Put it back: until then nothing can be written"
+            )
+        if self._lock is not None:
+            try:
+                self._lock.hold()
+            except (CorruptError, LockedError) as error:
+                raise OSError(f"the lock is lost: {str(error).rstrip('.')}") from error
+        size = files.length(self._fd)
+        if size < self._end or (size > self._end and not self._is_torn):
+            raise OSError(
+                f"{JOURNAL}: expected {self._end} bytes, got {size}: another has written to it. "
+                f"Close the buffer by close(wait=False), and open the store anew"
+            )
+        self._make_own()
+
+    def _make_own(self) -> None:
+        """Put a copy in the place of a journal that has other names too."""
+        if files.num_names(self._journal, self._identity) > 1:
+            files.replace(self._journal, files.blocks_of(self._fd, self._end))
+            fd = files.open_for_append(self._journal)
+            former, self._fd = self._fd, fd
+            self._identity, self._is_torn = files.identity(fd), False
+            with suppress(OSError):
+                files.close(former)
+            files.sync(self.directory)  # or a later line could be synced, and not the file's name
+
+    def _cut(self) -> None:
+        """Cut off what a failed append, or one of a writer that died, has left."""
+        if self._is_torn:
+            # A disk that refused a line may have refused to cut off its beginning as well.
+            files.truncate(self._fd, self._end)
+            self._is_torn = False
+
     def remove_dead_files(self) -> None:
         """Unlink the files of trajectories that are gone."""
         contents = self.contents
         if contents.dead_files:
+            self.check()  # or they could be another store's
             live = {entry.file for entry in contents.entries.values()}
             here = set(files.names_in(self.directory))
             gone = [name for name in contents.dead_files if name in here and name not in live]
@@ -416,10 +474,11 @@ class TrajectoryIndex:
 
     def sync(self) -> None:
         """Bring all that was added to the disk itself, then mark it in the journal."""
+        self.check()
         for trajectory_id in self.contents.unsynced:
             files.sync_whole(files.join(self.directory, self.contents.entries[trajectory_id].file))
         files.sync(self.directory)  # the names of the files, and of the journal
-        files.append(self._fd, _encode({"event": "sync"}))  # no change for the snapshots to tell
+        self._put(_encode({"event": "sync"}))  # no change for the snapshots to tell
         files.sync_open(self._fd)  # the mark, and all lines before it
         self.contents.synced()
 
@@ -445,6 +504,7 @@ class TrajectoryIndex:
         """Replace both snapshots; ``metadata`` is what the buffer adds to the counts."""
         if not self._changes:
             return
+        self.check()
         changes, journal_bytes = self._changes, files.length(self._fd)
         write_snapshots(self.directory, self.contents, metadata)
         self._changes -= changes
@@ -456,13 +516,17 @@ class TrajectoryIndex:
     def _append(self, lines: bytes) -> None:
         if self.contents.boot_id != self._boot_id:
             lines = _encode({"event": "boot", "id": self._boot_id}) + lines
-        if files.length(self._fd) > self._end:
-            # A disk that refused a line may have refused to cut off its beginning as well.
-            files.truncate(self._fd, self._end)
-        files.append(self._fd, lines)
-        self._end += len(lines)
+        self._put(lines)
         self.contents.boot_id = self._boot_id
         self._changes += 1
+
+    def _put(self, lines: bytes) -> None:
+        self.check()
+        self._cut()
+        self._is_torn = True  # unless it comes to its end
+        files.append(self._fd, lines)
+        self._end += len(lines)
+        self._is_torn = False
 
     def _drop_unsound(self, verify: Callable[[str, Entry, Schema], None] | None) -> None:
         """Drop what was added after the last sync mark and did not come through a power loss."""

@@ -135,14 +135,15 @@ class TrajectoryWriter:
         before = self.num_pending
         self._wait(lambda: not self._pending or self.num_pending < before)
 
-    def flush(self, *, sync: bool) -> None:
+    def flush(self, *, sync: bool, is_last: bool = False) -> None:
         """Wait until all is published and the snapshots are as current as they are to be.
 
-        With ``sync`` also until it is on the disk itself. WriteError if it fails.
+        With ``sync`` also until it is on the disk itself. WriteError if it fails; unless it
+        ``is_last`` also where nothing was to be written, but the store is gone.
         """
         self.raise_failure()
         self._wait(lambda: not self._pending)
-        self._call(self._after_flush, sync)
+        self._call(self._after_flush, sync, is_last)
         self.raise_failure()  # of a snapshot, which comes after the last trajectory
 
     def clear(self) -> None:
@@ -163,7 +164,7 @@ class TrajectoryWriter:
         WriteError if that fails; then the thread goes on.
         """
         if wait:
-            self.flush(sync=False)
+            self.flush(sync=False, is_last=True)
             self._call(self._write_snapshots)
         with self._changed:
             lost = len(self._pending)
@@ -392,6 +393,7 @@ class TrajectoryWriter:
 
     def _publish(self, cache: TrajectoryCache, slot: Slot) -> tuple[Entry, str]:
         """Write the slot's file, give it its name and journal it; its entry and path."""
+        self._index.check()  # or it would be written into another's store
         entry = slot.entry
         name = files.trajectory_name(entry.trajectory_id, entry.model_weights_id)
         extension = storage.FORMATS[self._format_name].EXTENSION
@@ -410,7 +412,9 @@ class TrajectoryWriter:
             raise
         return entry, path
 
-    def _after_flush(self, sync: bool) -> None:
+    def _after_flush(self, sync: bool, is_last: bool) -> None:
+        if not is_last:
+            self._index.check()
         if self._index.is_snapshot_due():
             self._write_snapshots()
         if sync:

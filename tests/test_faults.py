@@ -784,10 +784,10 @@ def test_a_store_that_could_not_be_opened_is_not_left_locked(
     def refuse(path: str) -> int:
         raise OSError(errno.EIO, "Input/output error", path)
 
-    def refuse_to_open(path: str, mode: str) -> Any:
-        raise OSError(errno.EIO, "Input/output error", path)
+    def refuse_to_cut(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    replaced = {"disk_bytes_of": refuse, "open": refuse_to_open}
+    replaced = {"disk_bytes_of": refuse, "truncate": refuse_to_cut}
     for name, function in replaced.items():
         with monkeypatch.context() as patch:
             patch.setattr(files, name, function, raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -12,11 +13,14 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import Child, Parent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -610,6 +614,344 @@ def test_a_lock_dies_with_its_process(lock_path: str) -> None:
     lock = files.WriterLock(lock_path)
     assert json.loads(Path(lock_path).read_text())["pid"] == os.getpid()
     lock.release()
+
+
+# -- a lock's file with other names, or without its own --------------------------------------------
+
+
+def test_a_lock_file_that_is_linked_from_outside_is_not_written_to(
+    tmp_path: Path, lock_path: str
+) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    os.link(tmp_path / "precious", lock_path)
+    lock = files.WriterLock(lock_path)
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+    assert json.loads(Path(lock_path).read_text())["pid"] == os.getpid()
+    assert os.stat(lock_path).st_nlink == 1
+    assert_locked_by(lock_path, os.getpid())
+    lock.release()
+    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "precious"]
+
+
+def test_two_stores_that_share_a_lock_file_are_both_locked(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    files.WriterLock(paths[0]).release()
+    os.link(*paths)
+    locks = [files.WriterLock(path) for path in paths]
+    for path in paths:
+        assert_locked_by(path, os.getpid())
+    for lock in locks:
+        lock.release()
+
+
+def test_a_lock_file_that_is_linked_while_it_is_locked_is_made_our_own(
+    tmp_path: Path, lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_PATIENCE_S", 0)
+    other = str(tmp_path / "other.lock")
+    lock = files.WriterLock(lock_path)
+    os.link(lock_path, other)
+    with pytest.raises(LockedError, match=r"other\.lock has more than one name"):
+        files.WriterLock(other)
+    lock.hold()
+    copy = files.WriterLock(other)
+    for path in (lock_path, other):
+        assert_locked_by(path, os.getpid())
+        assert os.stat(path).st_nlink == 1
+    lock.hold()
+    copy.hold()
+    for path in (lock_path, other):
+        assert_locked_by(path, os.getpid())
+    copy.release()
+    lock.release()
+
+
+def test_a_store_whose_lock_file_is_shared_is_waited_for_a_moment(
+    tmp_path: Path, lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = files.WriterLock(lock_path)
+    os.link(lock_path, tmp_path / "other")
+    monkeypatch.setattr(time, "sleep", lambda _: lock.hold())  # what its next add does
+    files.WriterLock(str(tmp_path / "other")).release()
+    lock.release()
+
+
+def test_a_lock_file_that_was_removed_is_made_anew(lock_path: str) -> None:
+    lock = files.WriterLock(lock_path)
+    os.unlink(lock_path)
+    lock.hold()
+    assert_locked_by(lock_path, os.getpid())
+    lock.release()
+    files.WriterLock(lock_path).release()
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_lock_that_another_has_got_is_lost_until_that_one_lets_go(
+    tmp_path: Path, lock_path: str, how: str
+) -> None:
+    lock = files.WriterLock(lock_path)
+    if how == "removed":
+        os.unlink(lock_path)
+    else:
+        (tmp_path / "new").touch()
+        (tmp_path / "new").rename(lock_path)
+    other = files.WriterLock(lock_path)
+    for _ in range(2):
+        with pytest.raises(LockedError):
+            lock.hold()
+        other.hold()
+    other.release()
+    lock.hold()
+    assert_locked_by(lock_path, os.getpid())
+    lock.release()
+
+
+def test_a_file_that_loses_its_name_while_it_is_locked_is_not_the_lock(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = fcntl.flock
+    others: list[files.WriterLock] = []
+
+    def flock(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", really)
+        os.rename(lock_path, lock_path + ".former")
+        others.append(files.WriterLock(lock_path))
+        really(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(LockedError):
+        files.WriterLock(lock_path)
+    others[0].hold()
+    others[0].release()
+
+
+def test_what_cannot_be_made_our_own_is_told_and_nothing_is_left(
+    tmp_path: Path, lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    os.link(tmp_path / "precious", lock_path)
+    for owner, name in ((files, "write_at"), (files, "truncate"), (os, "rename")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, no_space)
+            with pytest.raises(OSError, match="No space left"):
+                files.WriterLock(lock_path)
+    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "precious"]
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+    files.WriterLock(lock_path).release()
+
+
+def take_in_turns(parent: Parent, path: str, count: int) -> int:
+    """Take the lock many times; fails where another has it as well. How often it was had."""
+    taken = 0
+    deadline = time.monotonic() + 60
+    while taken < count and time.monotonic() < deadline:
+        with suppress(LockedError):
+            lock = files.WriterLock(path)
+            try:
+                for _ in range(3):
+                    lock.hold()
+                    os.close(os.open(path + ".in", os.O_CREAT | os.O_EXCL))
+                    os.unlink(path + ".in")
+            finally:
+                lock.release()
+            taken += 1
+    return taken
+
+
+def test_no_two_have_a_lock_whose_file_gets_other_names_all_the_time(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_PATIENCE_S", 0.001)
+    count = 500
+    with (
+        Child(take_in_turns, lock_path, count) as one,
+        Child(take_in_turns, lock_path, count) as two,
+    ):
+        links = 0
+        while not (one.pipe.poll() and two.pipe.poll()):
+            with suppress(FileNotFoundError, FileExistsError):
+                os.link(lock_path, f"{lock_path}.{links % 2}")
+                links += 1
+            with suppress(FileNotFoundError):
+                os.unlink(f"{lock_path}.{(links + 1) % 2}")
+        assert (one.result(), two.result()) == (count, count)
+    assert links > count
+
+
+# -- looking whether somebody holds a lock ---------------------------------------------------------
+
+
+def look(parent: Parent, path: str) -> int:
+    looks = 0
+    while not parent.has_spoken():
+        files.is_locked(path)
+        looks += 1
+    return looks
+
+
+def test_a_look_at_a_lock_refuses_no_writer(lock_path: str) -> None:
+    files.WriterLock(lock_path).release()
+    with Child(look, lock_path) as child:
+        for _ in range(2000):
+            lock = files.WriterLock(lock_path)
+            assert files.is_locked(lock_path)
+            lock.release()
+            assert not files.is_locked(lock_path)
+        child.pipe.send("end")
+        assert child.result() > 1000
+
+
+def test_a_look_at_a_lock_takes_no_lock(lock_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = files.WriterLock(lock_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_space)
+        assert files.is_locked(lock_path) is True
+    lock.release()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_space)
+        assert files.is_locked(lock_path) is False
+
+
+def look_once(parent: Parent, path: str) -> bool:
+    return files.is_locked(path)
+
+
+def test_a_lock_is_seen_from_other_processes_and_containers(lock_path: str) -> None:
+    script = "import sys; from mmbuf import files; print(files.is_locked(sys.argv[1]))"
+    command = [sys.executable, "-c", script, lock_path]
+    container = ["unshare", "--pid", "--fork", "--mount-proc"]
+    root = str(Path(mmbuf.__file__).parent.parent)
+
+    def told(*before: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": root}
+        return subprocess.run(
+            [*before, *command], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    can_contain = not subprocess.run([*container, "true"], capture_output=True).returncode
+    lock = files.WriterLock(lock_path)
+    assert told() == "True\n"
+    if can_contain:
+        assert told(*container) == "True\n"
+    lock.release()
+    assert told() == "False\n"
+
+
+def test_a_lock_that_a_child_holds_after_its_parent_is_seen(lock_path: str) -> None:
+    lock = files.WriterLock(lock_path)
+    fd = os.dup(lock._descriptors[0])  # as a child has it that was not forked by Python
+    with Child(look_once, lock_path) as child:
+        assert child.result() is True
+    lock.forget()
+    assert files.is_locked(lock_path)
+    os.close(fd)
+    assert not files.is_locked(lock_path)
+
+
+def test_a_writer_waits_for_who_locks_the_file_for_a_moment(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.WriterLock(lock_path).release()
+    fd = os.open(lock_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    slept: list[float] = []
+
+    def sleep(sleep_s: float) -> None:
+        slept.append(sleep_s)
+        if len(slept) == 3:
+            os.close(fd)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    files.WriterLock(lock_path).release()
+    assert slept == [0.001, 0.002, 0.004]
+
+
+def test_a_writer_does_not_wait_for_another_writer(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = files.WriterLock(lock_path)
+    monkeypatch.setattr(time, "sleep", no_space)
+    assert_locked_by(lock_path, os.getpid())
+    lock.release()
+
+
+def test_a_file_that_others_lock_for_long_is_locked(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(lock_path).touch()
+    fd = os.open(lock_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    monkeypatch.setattr(files, "_PATIENCE_S", 0)
+    with pytest.raises(LockedError, match="a process that has not yet said its name"):
+        files.WriterLock(lock_path)
+    os.close(fd)
+
+
+def test_a_lock_is_seen_where_the_system_has_no_marks(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("F_OFD_SETLK", "F_OFD_GETLK"):
+        monkeypatch.delattr(fcntl, name)
+    monkeypatch.setattr(files, "_PATIENCE_S", 0)
+    lock = files.WriterLock(lock_path)
+    assert files.is_locked(lock_path)
+    assert_locked_by(lock_path, os.getpid())
+    lock.release()
+    assert not files.is_locked(lock_path)
+    files.WriterLock(lock_path).release()
+
+
+def test_a_lock_is_seen_where_the_kernel_knows_no_marks(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> bytes:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    lock = files.WriterLock(lock_path)
+    assert files.is_locked(lock_path)
+    lock.release()
+    assert not files.is_locked(lock_path)
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_where_no_file_can_be_locked_that_there_is_one_is_the_lock(
+    tmp_path: Path, lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for _ in range(2):
+        lock = files.WriterLock(lock_path)
+        assert_locked_by(lock_path, os.getpid())
+        lock.hold()
+        os.link(lock_path, tmp_path / "copy")
+        lock.hold()
+        os.unlink(tmp_path / "copy")
+        lock.release()
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_a_lock_that_only_is_there_is_lost_when_it_is_removed(
+    lock_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = files.WriterLock(lock_path)
+    os.unlink(lock_path)
+    with pytest.raises(LockedError):
+        lock.hold()
+    lock.release()
+
+
+def test_a_lock_that_is_dropped_is_free(lock_path: str) -> None:
+    files.WriterLock(lock_path)
+    gc.collect()
+    files.WriterLock(lock_path).release()
 
 
 def test_the_temporary_of_a_neighbour_stays(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import logging
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data import contents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmbuf import files, index
 from mmbuf.entry import Entry, Part, Table
-from mmbuf.errors import CorruptError, VersionError
+from mmbuf.errors import CorruptError, LockedError, VersionError
 from mmbuf.index import INDEX, JOURNAL, METADATA, Contents, TrajectoryIndex
 from mmbuf.schema import Column, Schema
 
@@ -49,8 +52,8 @@ def put_file(directory: Path, item: Entry) -> Entry:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[TrajectoryIndex]:
-    store = TrajectoryIndex(str(directory))
+def opened(directory: Path, **options: Any) -> Iterator[TrajectoryIndex]:
+    store = TrajectoryIndex(str(directory), **options)
     try:
         yield store
     finally:
@@ -686,6 +689,349 @@ def test_a_failed_sync_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.Monkey
             store.sync()
         assert store.contents.unsynced == [0, 1]
     assert index.read(str(tmp_path))[0].unsynced == [0, 1]
+
+
+# -- a journal with other names ------------------------------------------------------------------
+
+
+def test_a_journal_that_is_linked_from_outside_is_not_written_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    (tmp_path / "precious").write_bytes(b"precious\n" * 100)
+    os.link(tmp_path / "precious", store / JOURNAL)
+    with opened(store) as writer:
+        writer.add(SCHEMA, put_file(store, entry(0)))
+    assert (tmp_path / "precious").read_bytes() == b"precious\n" * 100
+    assert entries_of(store) == [entry(0)]
+    assert caplog.messages == [f"{store / JOURNAL}: a torn line at byte 0 was cut off."]
+
+
+def store_and_copy(tmp_path: Path, count: int) -> tuple[Path, Path]:
+    """A store of ``count`` trajectories, and where a copy of it by hard links is to be."""
+    store = tmp_path / "store"
+    store.mkdir()
+    write_store(store, count)
+    return store, tmp_path / "copy"
+
+
+def link_all(store: Path, copy: Path) -> dict[str, bytes]:
+    """Copy as ``cp -al`` does; what the copy holds."""
+    shutil.copytree(store, copy, copy_function=os.link)
+    return contents_of(copy)
+
+
+def change(writer: TrajectoryIndex, directory: Path) -> None:
+    """Have trajectory 4 in the place of all."""
+    writer.drop([0])
+    writer.add(SCHEMA, put_file(directory, entry(3)))
+    writer.sync()
+    writer.clear()
+    writer.remove_dead_files()
+    writer.add(SCHEMA, put_file(directory, entry(4)))
+    writer.write_snapshots({})
+
+
+def test_a_copy_by_hard_links_keeps_what_it_had_when_the_store_is_opened(tmp_path: Path) -> None:
+    store, copy = store_and_copy(tmp_path, 3)
+    before = link_all(store, copy)
+    with opened(store) as writer:
+        change(writer, store)
+    assert contents_of(copy) == before
+    assert (entries_of(store), entries_of(copy)) == ([entry(4)], [entry(i) for i in range(3)])
+
+
+def test_a_copy_by_hard_links_keeps_what_it_had_when_the_store_was_open(tmp_path: Path) -> None:
+    store, copy = store_and_copy(tmp_path, 3)
+    with opened(store) as writer:
+        before = link_all(store, copy)
+        change(writer, store)
+    assert contents_of(copy) == before
+    assert (entries_of(store), entries_of(copy)) == ([entry(4)], [entry(i) for i in range(3)])
+
+
+def test_a_store_keeps_what_it_had_when_a_copy_of_it_by_hard_links_is_opened(
+    tmp_path: Path,
+) -> None:
+    store, copy = store_and_copy(tmp_path, 3)
+    link_all(store, copy)
+    before = contents_of(store)
+    with opened(copy) as writer:
+        change(writer, copy)
+    assert contents_of(store) == before
+    with opened(store) as writer:
+        writer.add(SCHEMA, put_file(store, entry(3)))
+    assert (entries_of(store), entries_of(copy)) == ([entry(i) for i in range(4)], [entry(4)])
+
+
+def test_a_copy_of_a_copy_and_many_more_keep_what_they_had(tmp_path: Path) -> None:
+    store, _ = store_and_copy(tmp_path, 0)
+    copies = {}
+    with opened(store) as writer:
+        for i in range(6):
+            writer.add(SCHEMA, put_file(store, entry(i)))
+            for name in ("a", "b"):
+                copy = tmp_path / f"{name}{i}"
+                copies[copy] = link_all(store, copy)
+        assert os.stat(store / JOURNAL).st_nlink == 3
+    for copy, before in copies.items():
+        assert contents_of(copy) == before
+    with opened(tmp_path / "a2") as writer:
+        writer.clear()
+    assert entries_of(tmp_path / "b2") == [entry(i) for i in range(3)]
+
+
+def test_a_journal_that_is_ours_alone_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = store_and_copy(tmp_path, 2)
+    inode = os.stat(store / JOURNAL).st_ino
+    with opened(store) as writer:
+        change(writer, store)
+    assert os.stat(store / JOURNAL).st_ino == inode
+
+
+def test_a_torn_tail_stays_in_the_copy_and_is_cut_off_in_the_store(tmp_path: Path) -> None:
+    store, copy = store_and_copy(tmp_path, 2)
+    append(store, b'{"event": "add"')
+    before = link_all(store, copy)
+    with opened(store):
+        pass
+    assert contents_of(copy) == before
+    assert (store / JOURNAL).read_bytes() == before[JOURNAL].removesuffix(b'{"event": "add"')
+
+
+def test_a_journal_that_cannot_be_copied_is_not_appended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copy = store_and_copy(tmp_path, 2)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(store) as writer:
+        before = link_all(store, copy)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "replace", refuse)
+            for _ in range(2):
+                with pytest.raises(OSError, match="No space left"):
+                    writer.add(SCHEMA, entry(2))
+        assert contents_of(store) == contents_of(copy) == before
+        writer.add(SCHEMA, put_file(store, entry(2)))
+    assert contents_of(copy) == before
+    assert entries_of(store) == [entry(i) for i in range(3)]
+
+
+def test_a_reader_goes_on_in_the_copy_that_took_the_journals_place(tmp_path: Path) -> None:
+    store, copy = store_and_copy(tmp_path, 2)
+    reader = index.JournalReader(str(store), is_held=True)
+    reader.refresh()
+    with opened(store) as writer:
+        link_all(store, copy)
+        writer.add(SCHEMA, put_file(store, entry(2)))
+        assert reader.looks_changed()
+        changes = reader.refresh()
+        assert (changes.is_reset, changes.dropped, list(changes.added)) == (False, [], [2])
+        assert not reader.looks_changed()
+        writer.add(SCHEMA, put_file(store, entry(3)))
+        assert reader.looks_changed()
+        assert list(reader.refresh().added) == [3]
+    reader.let_go()
+
+
+def test_a_reader_of_the_copy_sees_what_its_writer_says(tmp_path: Path) -> None:
+    store, copy = store_and_copy(tmp_path, 2)
+    link_all(store, copy)
+    reader = index.JournalReader(str(copy), is_held=True)
+    reader.refresh()
+    with opened(store) as writer:
+        writer.add(SCHEMA, put_file(store, entry(2)))
+        assert not reader.refresh()
+        assert not reader.looks_changed()
+    with opened(copy) as writer:
+        writer.add(SCHEMA, put_file(copy, entry(7)))
+        assert reader.looks_changed()
+        assert list(reader.refresh().added) == [7]
+    reader.let_go()
+
+
+# -- a directory that is another one ---------------------------------------------------------------
+
+
+def assert_refuses(writer: TrajectoryIndex, store: Path, match: str) -> None:
+    """That nothing is written, linked or unlinked, whatever is asked for."""
+    before = contents_of(store.parent)
+    ways: list[Callable[[], object]] = [
+        writer.check,
+        writer.clear,
+        writer.sync,
+        lambda: writer.add(SCHEMA, entry(9)),
+        lambda: writer.drop([1]),
+        lambda: writer.load(Contents()),
+        lambda: writer.write_snapshots({}),
+        writer.remove_dead_files,
+    ]
+    for way in ways:
+        with pytest.raises(OSError, match=match):
+            way()
+    assert contents_of(store.parent) == before
+
+
+@contextmanager
+def changed(store: Path) -> Iterator[TrajectoryIndex]:
+    """A store of trajectories 0 and 1 with more to do: snapshots, and a file to unlink."""
+    store.mkdir()
+    write_store(store, 3)
+    with opened(store) as writer:
+        writer.drop([2])
+        yield writer
+
+
+def go_away(store: Path) -> None:
+    store.rename(store.with_name("elsewhere"))
+
+
+def go_away_and_come_again(store: Path) -> None:
+    go_away(store)
+    store.mkdir()
+
+
+def be_replaced(store: Path) -> None:
+    go_away(store)
+    store.mkdir()
+    write_store(store, 3)
+
+
+def be_copied(store: Path) -> None:
+    go_away(store)
+    shutil.copytree(store.with_name("elsewhere"), store)
+
+
+def lose_its_journal(store: Path) -> None:
+    (store / JOURNAL).rename(store.with_name("elsewhere"))
+
+
+def get_another_journal(store: Path) -> None:
+    lose_its_journal(store)
+    shutil.copy(store.with_name("elsewhere"), store / JOURNAL)
+
+
+def become_a_file(store: Path) -> None:
+    go_away(store)
+    store.touch()
+
+
+def become_a_link(store: Path) -> None:
+    be_replaced(store)
+    store.rename(store.with_name("other"))
+    store.symlink_to("other")
+
+
+CHANGES = {
+    go_away: "got none",
+    go_away_and_come_again: "got none",
+    be_replaced: "got another",
+    be_copied: "got another",
+    lose_its_journal: "got none",
+    get_another_journal: "got another",
+    become_a_file: "got none",
+    become_a_link: "got another",
+}
+
+
+@pytest.mark.parametrize("happens", CHANGES, ids=lambda happens: happens.__name__)
+def test_a_writer_writes_nothing_where_its_store_is_not(
+    tmp_path: Path, happens: Callable[[Path], None]
+) -> None:
+    store = tmp_path / "store"
+    with changed(store) as writer:
+        happens(store)
+        assert_refuses(writer, store, f"journal.jsonl: .*{CHANGES[happens]}")
+
+
+def test_a_store_that_is_back_is_gone_on_with(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with changed(store) as writer:
+        go_away_and_come_again(store)
+        assert_refuses(writer, store, "got none")
+        store.rmdir()
+        store.with_name("elsewhere").rename(store)
+        writer.add(SCHEMA, put_file(store, entry(3)))
+        writer.remove_dead_files()
+        writer.sync()
+    assert entries_of(store) == [entry(0), entry(1), entry(3)]
+    assert not (store / entry(2).file).exists()
+
+
+def test_a_store_is_itself_by_another_name(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with changed(store) as writer:
+        go_away(store)
+        store.symlink_to("elsewhere")
+        writer.add(SCHEMA, put_file(store, entry(3)))
+    assert entries_of(store) == [entry(0), entry(1), entry(3)]
+
+
+@pytest.mark.parametrize("by", [-1, 1, 1000])
+def test_a_journal_that_somebody_else_has_written_to_is_left_as_it_is(
+    tmp_path: Path, by: int
+) -> None:
+    store = tmp_path / "store"
+    with changed(store) as writer:
+        size = (store / JOURNAL).stat().st_size
+        os.truncate(store / JOURNAL, size + by)
+        message = f"journal.jsonl: expected {size} bytes, got {size + by}: another has written"
+        assert_refuses(writer, store, message)
+        os.truncate(store / JOURNAL, size)
+
+
+def test_a_store_of_two_writers_is_written_by_the_one_that_has_the_lock(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    path = str(store / files.WRITER_LOCK)
+    lock = files.WriterLock(path)
+    first = TrajectoryIndex(str(store), lock=lock)
+    first.add(SCHEMA, put_file(store, entry(0)))
+    os.unlink(path)
+    second_lock = files.WriterLock(path)
+    second = TrajectoryIndex(str(store), lock=second_lock)
+    assert second.contents.entries == {0: entry(0)}
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"the lock is lost: .* holds the store"):
+            first.add(SCHEMA, entry(1))
+    second.add(SCHEMA, put_file(store, entry(7)))
+    second.close()
+    second_lock.release()
+    with pytest.raises(OSError, match="another has written to it"):
+        first.add(SCHEMA, entry(1))
+    first.close()
+    lock.release()
+    assert entries_of(store) == [entry(0), entry(7)]
+
+
+def test_a_lock_that_was_removed_is_no_obstacle_while_nobody_else_has_come(tmp_path: Path) -> None:
+    path = str(tmp_path / files.WRITER_LOCK)
+    lock = files.WriterLock(path)
+    with opened(tmp_path, lock=lock) as writer:
+        writer.add(SCHEMA, put_file(tmp_path, entry(0)))
+        os.unlink(path)
+        writer.add(SCHEMA, put_file(tmp_path, entry(1)))
+        with pytest.raises(LockedError):
+            files.WriterLock(path)
+    lock.release()
+    assert entries_of(tmp_path) == [entry(0), entry(1)]
+
+
+def test_a_sync_mark_stays_when_more_is_added(tmp_path: Path) -> None:
+    reader = index.JournalReader(str(tmp_path))
+    with opened(tmp_path) as writer:
+        writer.add(SCHEMA, put_file(tmp_path, entry(0)))
+        writer.sync()
+        assert list(reader.refresh().added) == [0]
+        writer.add(SCHEMA, put_file(tmp_path, entry(1)))
+        assert not reader.refresh().is_reset
+    assert [event["event"] for event in events_of(tmp_path)][-3:] == ["add", "sync", "add"]
 
 
 # -- snapshots -----------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,16 @@ import pytest
 import torch
 from data import contents_of, is_equal, is_whole, names_of, row_ids, trajectory
 
-from mmbuf import ReplayReader, Trajectory, TrajectoryReplayBuffer, WriteError, files, index
+from mmbuf import (
+    LockedError,
+    ReplayReader,
+    Trajectory,
+    TrajectoryReplayBuffer,
+    WriteError,
+    files,
+    health,
+    index,
+)
 from mmbuf.cache import TrajectoryCache
 from mmbuf.formats import arrow
 from mmbuf.schema import measure
@@ -419,6 +430,162 @@ def test_close_without_waiting_gives_up_what_is_not_written_and_says_so(
     with new_buffer(tmp_path) as again:
         add(again, 2)
     assert_stored(tmp_path, 0, 2)
+
+
+# -- a store that is gone ------------------------------------------------------------------------
+
+
+def assert_told(buffer: TrajectoryReplayBuffer, match: str) -> None:
+    """By each flush, and whatever would change the store; nothing is lost."""
+    before = buffer.trajectory_ids
+    calls: list[Callable[[], object]] = [
+        buffer.flush,
+        lambda: buffer.flush(sync=True),
+        buffer.clear,
+        lambda: buffer.save_checkpoint(f"{buffer.auto_save_path}.saved"),
+        lambda: buffer.load_checkpoint("nowhere"),
+        buffer.flush,
+    ]
+    for call in calls:
+        with pytest.raises(WriteError, match=match):
+            call()
+        assert buffer.trajectory_ids == before
+    assert sampled_ids(buffer) == set(before)
+
+
+def test_a_renamed_store_is_told_and_gone_on_with_once_it_is_back(tmp_path: Path) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    with new_buffer(store) as buffer:
+        add(buffer, 0, 1)
+        buffer.flush()
+        before = contents_of(store)
+        store.rename(elsewhere)
+        assert_told(buffer, "got none")
+        with suppress(WriteError):
+            add(buffer, 2, 3)
+        store.mkdir()
+        assert_told(buffer, "got none")
+        assert (os.listdir(store), contents_of(elsewhere)) == ([], before)
+        store.rmdir()
+        elsewhere.rename(store)
+        buffer.flush()
+        assert_stored(store, *range(len(buffer)))
+        assert os.listdir(tmp_path) == ["store"]
+
+
+def test_another_store_in_its_place_is_told_and_left_as_it_is(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with new_buffer(store) as buffer:
+        add(buffer, 0, 1)
+        buffer.flush()
+        shutil.rmtree(store)
+        with new_buffer(store) as other:
+            add(other, 7, 8, 9)
+            other.flush()
+            before = contents_of(store)
+            with suppress(WriteError):
+                add(buffer, 2)
+            assert_told(buffer, "got another")
+            assert contents_of(store) == before
+            add(other, 6)
+            other.flush()
+            assert_stored(store, 7, 8, 9, 6)
+        with pytest.raises(WriteError, match="got another"):
+            buffer.close()
+        buffer.close(wait=False)
+        assert_stored(store, 7, 8, 9, 6)
+
+
+def test_a_store_that_was_removed_lets_a_buffer_with_nothing_to_write_close(tmp_path: Path) -> None:
+    buffer = new_buffer(tmp_path / "store")
+    add(buffer, 0, 1)
+    buffer.flush()
+    shutil.rmtree(tmp_path / "store")
+    assert_told(buffer, "got none")
+    buffer.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_dropped_after_a_store_went_is_not_unlinked_in_another(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    size = 2 * SIZE + (64 << 10)
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=store, sample_window_size=1, max_disk_bytes=size
+    ) as buffer:
+        add(buffer, 0)
+        buffer.flush()
+        store.rename(tmp_path / "elsewhere")
+        with new_buffer(store) as other:
+            add(other, 7, 8)
+        before = contents_of(store)
+        for i in (1, 2, 3, 4):
+            with suppress(WriteError):
+                add(buffer, i)
+            with pytest.raises(WriteError):
+                buffer.flush()
+        assert contents_of(store) == before
+        shutil.rmtree(store)
+        (tmp_path / "elsewhere").rename(store)
+
+
+def test_a_lock_file_that_is_removed_and_taken_by_another_is_told(tmp_path: Path) -> None:
+    with new_buffer(tmp_path) as buffer:
+        add(buffer, 0, 1)
+        buffer.flush()
+        os.unlink(tmp_path / files.WRITER_LOCK)
+        with new_buffer(tmp_path) as other:
+            assert other.trajectory_ids == [0, 1]
+            with suppress(WriteError):
+                add(buffer, 2)
+            assert_told(buffer, f"the lock is lost: .* process {os.getpid()} on")
+            add(other, 7)
+            other.flush()
+        assert_told(buffer, "another has written to it")
+        buffer.close(wait=False)
+    assert_stored(tmp_path, 0, 1, 7)
+
+
+def test_a_lock_file_that_is_removed_is_made_anew_by_the_next_add(tmp_path: Path) -> None:
+    with new_buffer(tmp_path) as buffer:
+        add(buffer, 0)
+        buffer.flush()
+        os.unlink(tmp_path / files.WRITER_LOCK)
+        add(buffer, 1)
+        buffer.flush()
+        with pytest.raises(LockedError):
+            new_buffer(tmp_path)
+    assert_stored(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("form", ["arrow", "npy", "pt"])
+def test_a_store_and_its_copy_by_hard_links_go_on_each_by_itself(tmp_path: Path, form: str) -> None:
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with (
+        new_buffer(store, trajectory_format=form) as buffer,
+        ReplayReader(store) as reader,
+    ):
+        add(buffer, 0, 1)
+        buffer.flush()
+        shutil.copytree(store, copy, copy_function=os.link)
+        add(buffer, 2)
+        buffer.flush()
+        with new_buffer(copy, trajectory_format=form) as other, ReplayReader(copy) as copied:
+            assert other.trajectory_ids == [0, 1]
+            add(other, 5)
+            other.flush()
+            buffer.clear()
+            add(buffer, 3)
+            buffer.flush()
+            for each, numbers in ((buffer, {3}), (reader, {3}), (other, {0, 1, 5})):
+                assert sampled_ids(each) == numbers
+            assert sampled_ids(copied) == {0, 1, 5}
+            other.clear()
+            add(other, 6)
+            assert sampled_ids(buffer) == {3}
+    for path, number in ((store, 3), (copy, 6)):
+        with new_buffer(path) as buffer:
+            assert sampled_ids(buffer) == {number}
+        assert [finding.what for finding in health.verify(path)] == []
 
 
 # -- bounded memory ------------------------------------------------------------------------------
