@@ -513,11 +513,12 @@ class TrajectoryReplayBuffer:
         """Replace the content by that of a checkpoint, a store or a directory of RLinf's.
 
         ``is_distributed``: by the part of ``local_rank`` among ``world_size``; the parts are
-        contiguous, and no two ranks give the same id to what they add afterwards. The generator
-        goes on where it was saved, in each part with a stream of its own. A memory-only buffer
-        maps the files where they are; an auto-saving one links or copies them into its store.
-        FileNotFoundError where there is no checkpoint, CorruptError for a damaged one; then
-        nothing has changed.
+        contiguous, and no two ranks give the same id to what they add afterwards. What is loaded
+        keeps its ids, new ones are higher than these and than all that this buffer gave before.
+        The generator goes on where it was saved, in each part with a stream of its own. A
+        memory-only buffer maps the files where they are; an auto-saving one links or copies them
+        into its store. FileNotFoundError where there is no checkpoint, CorruptError for a damaged
+        one; then nothing has changed.
         """
         rank = (0, 1)
         if is_distributed:
@@ -536,9 +537,11 @@ class TrajectoryReplayBuffer:
             if world_size > 1:
                 contents = checkpoint.shard(contents, local_rank, world_size)
                 generator = checkpoint.stream_of(generator, local_rank, world_size)
+            contents.count_above(self._next_id)
             if self._writer is not None:
                 directory = self._writer.directory
-                with checkpoint.brought_in(directory, path, contents) as contents:
+                used_below = self._next_id
+                with checkpoint.brought_in(directory, path, contents, used_below) as contents:
                     self._writer.load(contents)
                 path = directory
             self._window.clear()

@@ -7,6 +7,9 @@ system allows, since a published file never changes. Saving is atomic::
     an existing one  new files are linked in and synced; ``trajectory_index.json`` is replaced: the
                      moment it becomes the new checkpoint; what it no longer lists is unlinked
 
+A name that a file had in a directory is never that of another trajectory there, though it be gone:
+somebody may still read by that name. A name made of the id alone is for ids that are new there.
+
 ``.saving.json`` lists what an unfinished save has put into an existing directory or was about to
 unlink there: the next one takes away what the index does not list.
 
@@ -17,6 +20,7 @@ of RLinf's by its files. Here, and not in the index, since only the files know t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -36,6 +40,7 @@ Put = Callable[[Entry, str, str], Entry]
 _LEGACY_INDEX = "trajector_index.json"
 SAVING = ".saving.json"
 _KEPT = ("trajectory_format", "seed")
+_USED_BELOW = "names_used_below"
 _log = logging.getLogger("mmbuf")
 
 
@@ -65,6 +70,7 @@ def save(
     formats = set(wanted.values())
     common = formats.pop() if len(formats) == 1 else default
     metadata = {**metadata, "trajectory_format": common}
+    metadata.pop(_USED_BELOW, None)  # of the directory that it was read from
     if files.exists(directory):
         _save_into(directory, contents, metadata, put, wanted, synced, in_use)
         return
@@ -76,7 +82,7 @@ def save(
         saved = _saved(contents)
         for entry in contents.entries.values():
             format_name = wanted[entry.uuid]
-            file = _name(entry, format_name)
+            file = _stem(entry) + storage.FORMATS[format_name].EXTENSION
             entry = dataclasses.replace(entry, file=file)
             saved.add(_placed(temporary, entry, put, format_name, synced))
         _commit(temporary, saved, contents, metadata)
@@ -100,8 +106,12 @@ def _save_into(
             f"save_path: expected a checkpoint or a new path, got the live store {directory}."
         )
     files.remove_temporaries(directory)
-    listed = _old_entries(directory)
+    before = _old_contents(directory)
+    listed = list(before.entries.values())
     old = {entry.uuid: entry for entry in listed}
+    used_below = max(before.trajectory_counter, _used_below(before.metadata))
+    if used_below > contents.trajectory_counter:
+        metadata = {**metadata, _USED_BELOW: used_below}
     left = _take_back_unfinished(directory, {entry.file for entry in listed}, in_use)
     here = set(files.names_in(directory))
     dropped = here.intersection(entry.file for entry in listed) | left
@@ -114,7 +124,7 @@ def _save_into(
             dropped.discard(known.file)
             saved.add(dataclasses.replace(known, trajectory_id=entry.trajectory_id))
         else:
-            file = _free_name(entry, format_name, here)
+            file = _free_name(_stem(entry, used_below, known), entry, format_name, here)
             here.add(file)
             new.append((dataclasses.replace(entry, file=file), format_name))
             saved.add(entry)  # in its order; completed below
@@ -158,12 +168,20 @@ def _commit(directory: str, saved: Contents, contents: Contents, metadata: dict[
     files.sync(directory)  # the index's own name
 
 
-def _old_entries(directory: str) -> list[Entry]:
+def _old_contents(directory: str) -> Contents:
     """What an earlier save lists; nothing where no index can be read: it is to be replaced."""
     try:
-        return list(index.read(directory)[0].entries.values())
+        return index.read(directory)[0]
     except (FileNotFoundError, MmbufError):
-        return []
+        return Contents()
+
+
+def _used_below(metadata: dict[str, Any]) -> int:
+    """The id that names in the directory were below, where that is more than the counter says."""
+    try:
+        return index.checked_counter(metadata.get(_USED_BELOW, 0))
+    except index.BAD:
+        return 0
 
 
 def _take_back_unfinished(directory: str, listed: set[str], in_use: Collection[str]) -> set[str]:
@@ -184,21 +202,25 @@ def _take_back_unfinished(directory: str, listed: set[str], in_use: Collection[s
     return left
 
 
-def _name(entry: Entry, format_name: str) -> str:
+def _stem(entry: Entry, used_below: int = 0, known: Entry | None = None) -> str:
+    """The name of a new file, without its extension: one that no other trajectory ever had.
+
+    Ids below ``used_below`` may have been others' in that directory: of these the uuid becomes part
+    of the name. ``known`` is what the directory has of the trajectory, in another format.
+    """
     stem = files.trajectory_name(entry.trajectory_id, entry.model_weights_id)
-    return stem + storage.FORMATS[format_name].EXTENSION
+    if known is not None and known.file.startswith(f"{stem}."):
+        return known.file.rpartition(".")[0]
+    return stem if entry.trajectory_id >= used_below else f"{stem}.{entry.uuid[:8]}"
 
 
-def _free_name(entry: Entry, format_name: str, taken: set[str]) -> str:
+def _free_name(stem: str, entry: Entry, format_name: str, taken: set[str]) -> str:
     """A name that no other file has: what is published is never overwritten."""
-    name = _name(entry, format_name)
     extension = storage.FORMATS[format_name].EXTENSION
-    stem = name.removesuffix(extension)
-    number = 0
-    while name in taken:
-        mark = entry.uuid[:8] if not number else f"{entry.uuid[:8]}-{number}"
-        name, number = f"{stem}.{mark}{extension}", number + 1
-    return name
+    mark = f".{entry.uuid[:8]}"
+    marked = stem if stem.endswith(mark) else stem + mark
+    stems = itertools.chain((stem, marked), (f"{marked}-{n}" for n in itertools.count(1)))
+    return next(name for stem in stems if (name := stem + extension) not in taken)
 
 
 def read(directory: str) -> Contents:
@@ -375,11 +397,14 @@ def stream_of(generator: np.random.Generator, rank: int, world_size: int) -> np.
 
 
 @contextmanager
-def brought_in(directory: str, source: str, contents: Contents) -> Iterator[Contents]:
+def brought_in(
+    directory: str, source: str, contents: Contents, used_below: int
+) -> Iterator[Contents]:
     """Link or copy the files of ``contents`` from ``source`` into the store ``directory``.
 
-    Nothing there is written over. What was brought is taken back if that fails, or if the block
-    does so by a WriteError: the journal does not speak of it then.
+    Nothing there is written over, and no name is used again that another file had: the store has
+    given the ids below ``used_below``. What was brought is taken back if that fails, or if the
+    block does so by a WriteError: the journal does not speak of it then.
     """
     here = set(files.names_in(directory))
     brought = Contents()
@@ -391,7 +416,7 @@ def brought_in(directory: str, source: str, contents: Contents) -> Iterator[Cont
             origin = files.join(source, entry.file)
             file = entry.file
             if not files.is_same(origin, files.join(directory, file)):
-                file = _free_name(entry, entry.format, here)
+                file = _free_name(_stem(entry, used_below), entry, entry.format, here)
                 here.add(file)
                 target = files.join(directory, file)
                 files.link_or_copy(origin, target)

@@ -347,7 +347,7 @@ class _Plan:
             ids = [_number_of(name, -1) for name in gone]
             ids += [entry.trajectory_id for entry in (*entries, *self._old.entries)]
             highest = max(ids, default=-1)
-            counter += max(0, -(-(highest + 1 - counter) // step)) * step
+            counter = index.next_id(highest + 1, counter, step)
         contents = Contents()
         contents.schema = schema
         taken_in, doubles = set(self.report.taken_in), []

@@ -8,7 +8,9 @@ rest of its line::
     {"event": "drop", "trajectory_ids": [...]}               these are gone
     {"event": "clear", "trajectory_counter": 7}              all are gone; ids go on
     {"event": "load", "columns": [...], "entries": [...],    others have taken the place of all:
-     "trajectory_counter": 7, "id_step": 1}                  one line, so that it holds or not
+     "trajectory_counter": 7, "id_step": 1}                  one line, so that it holds or not.
+                                                             Ids go on from there, but never below
+                                                             those that the store gave before
     {"event": "sync"}                                        all before this is on the disk itself
     {"event": "boot", "id": "..."}                           the machine was started anew; before
                                                              the first line that it wrote since
@@ -122,14 +124,16 @@ class Contents:
         self.unsynced.append(entry.trajectory_id)
 
     def load(self, other: Contents) -> None:
-        """Take another's place: its trajectories, schema and counting instead of these."""
+        """Take another's place: its trajectories and schema instead of these; ids go on rising."""
         self._bury_all()
         self.schema = other.schema
         self.num_added += other.num_added
         self.entries = dict(other.entries)
         self.total_samples = other.total_samples
         self.unsynced = list(other.entries)
-        self.trajectory_counter = other.trajectory_counter
+        self.trajectory_counter = next_id(
+            self.trajectory_counter, other.trajectory_counter, other.id_step
+        )
         self.id_step = other.id_step
 
     def count_from(self, trajectory_counter: int, id_step: int) -> None:
@@ -138,6 +142,10 @@ class Contents:
             raise ValueError(f"id_step {id_step}")
         self.id_step = id_step
         self.trajectory_counter = max([trajectory_counter, *(i + 1 for i in self.entries)])
+
+    def count_above(self, trajectory_counter: int) -> None:
+        """Go on with no id below this one."""
+        self.trajectory_counter = next_id(trajectory_counter, self.trajectory_counter, self.id_step)
 
     def drop(self, trajectory_id: int) -> None:
         entry = self.entries.pop(trajectory_id)
@@ -157,6 +165,15 @@ class Contents:
         self.dead_files.extend(entry.file for entry in self.entries.values())
         if len(self.unsynced) < len(self.entries):
             self.has_synced_dead = True
+
+
+def next_id(lowest: int, counter: int, step: int) -> int:
+    """The smallest id of those from ``counter`` on in steps of ``step`` that is not below another.
+
+    ``lowest`` is the smallest that was never given in a store, ``counter`` the one that a rank of
+    several is to go on with: since it stays among those of its steps, no other rank gives it.
+    """
+    return counter + max(0, -(-(lowest - counter) // step)) * step
 
 
 @dataclass

@@ -135,11 +135,14 @@ class _Lines:
             )
         elif kind == "load":
             loaded = index.read_load(event)
+            counter = index.next_id(
+                found.trajectory_counter, loaded.trajectory_counter, loaded.id_step
+            )
             self._clear()
             found.schema = loaded.schema
             for entry in loaded.entries.values():
                 self._add(entry)
-            found.trajectory_counter, found.id_step = loaded.trajectory_counter, loaded.id_step
+            found.trajectory_counter, found.id_step = counter, loaded.id_step
 
     def _add(self, entry: Entry) -> None:
         found, name, trajectory_id = self._found, entry.file, entry.trajectory_id

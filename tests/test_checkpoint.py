@@ -1126,7 +1126,7 @@ def test_a_checkpoint_of_another_run_is_replaced_whole(path: Path) -> None:
     assert held_in(path) == {0: 5, 1: 6}
     assert len(listing(path)) == 4
     checkpoint_of(path, 7)
-    assert (listing(path), held_in(path)) == (files_of("arrow", 0), {0: 7})
+    assert (len(listing(path)), held_in(path)) == (3, {0: 7})
 
 
 @by_format
@@ -1213,6 +1213,78 @@ def test_no_two_ranks_give_the_same_id(tmp_path: Path, is_saved: bool) -> None:
             add(buffer, 20, 21, 22)
             given.append(buffer.trajectory_ids[before:])
     assert given == [[7, 10, 13], [8, 11, 14], [9, 12, 15]]
+
+
+@by_mode
+def test_ranks_that_gave_ids_before_give_none_of_them_again(tmp_path: Path, is_saved: bool) -> None:
+    path = checkpoint_of(tmp_path / "checkpoint", *range(7))
+    given = []
+    for rank, num_before in enumerate([0, 20, 9]):
+        with made(tmp_path / str(rank), is_saved) as buffer:
+            add(buffer, *range(num_before))
+            load(buffer, path, rank, 3)
+            counter = buffer.trajectory_counter
+            assert buffer.get_stats()["trajectory_counter"] == counter
+            before = buffer.size
+            add(buffer, 20, 21, 22)
+            given.append(buffer.trajectory_ids[before:])
+            assert given[-1][0] == counter
+    # 7, 8 and 9 modulo 3, and not below 0, 20 and 9.
+    assert given == [[7, 10, 13], [20, 23, 26], [9, 12, 15]]
+
+
+@by_mode
+def test_ids_rise_for_ever_however_often_something_is_loaded(
+    tmp_path: Path, is_saved: bool
+) -> None:
+    lower = checkpoint_of(tmp_path / "lower", 0, 1)
+    with made(tmp_path / "other") as other:
+        add(other, *range(8))
+        other.save_checkpoint(tmp_path / "higher")
+    with made(tmp_path / "live", is_saved) as buffer:
+        add(buffer, 5, 6, 7)
+        ids = [2]
+        for path in (lower, lower, tmp_path / "higher", lower, tmp_path / "higher"):
+            buffer.load_checkpoint(path)
+            add(buffer, 5)
+            ids.append(buffer.trajectory_ids[-1])
+        assert ids == [2, 3, 4, 8, 9, 10]
+        buffer.load_checkpoint(lower)
+        assert buffer.trajectory_counter == 11
+    if is_saved:
+        with made(tmp_path / "live") as buffer:
+            assert (buffer.trajectory_ids, buffer.trajectory_counter) == ([0, 1], 11)
+
+
+def test_the_journal_of_a_load_tells_the_id_that_is_given_next(live: Path, path: Path) -> None:
+    checkpoint_of(path, *range(4))
+    with made(live) as buffer:
+        add(buffer, *range(9))
+        load(buffer, path, 1, 2)
+        assert (buffer.trajectory_ids, buffer.trajectory_counter) == ([2, 3], 9)
+    events = [json.loads(line) for line in (live / "journal.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "load"]
+    assert (event["trajectory_counter"], event["id_step"]) == (9, 2)
+    with made(live) as buffer:
+        add(buffer, 5, 6)
+        assert held(buffer) == {2: 2, 3: 3, 9: 5, 11: 6}
+
+
+def test_a_new_buffer_that_loads_goes_on_with_the_ids_of_the_saved_one(
+    tmp_path: Path, path: Path
+) -> None:
+    with made(tmp_path / "saved") as buffer:
+        add(buffer, 0, 1, 2)
+        buffer.load_checkpoint(checkpoint_of(tmp_path / "lower", 5))
+        buffer.save_checkpoint(path)
+        add(buffer, 7, 8)
+        expected = held(buffer)
+    assert expected == {0: 5, 3: 7, 4: 8}
+    for is_saved in (False, True):
+        with made(tmp_path / "live", is_saved) as buffer:
+            buffer.load_checkpoint(path)
+            add(buffer, 7, 8)
+            assert held(buffer) == expected
 
 
 @by_mode
@@ -1307,7 +1379,7 @@ def test_loading_replaces_the_content(tmp_path: Path, form: str) -> None:
             assert held(buffer) == {0: 5, 1: 6}
             assert sampled(buffer) == {5, 6}
             add(buffer, 7)
-            assert held(buffer) == {0: 5, 1: 6, 2: 7}
+            assert held(buffer) == {0: 5, 1: 6, 3: 7}
             assert sampled(buffer) == {6, 7}
 
 
@@ -1335,9 +1407,9 @@ def test_an_empty_checkpoint_leaves_the_schema_free(tmp_path: Path, is_saved: bo
         assert (buffer.size, buffer.total_samples) == (0, 0)
         add(buffer, 7)
         buffer.flush()
-        assert held(buffer) == {0: 7}
+        assert held(buffer) == {1: 7}
         buffer.save_checkpoint(tmp_path / "second")
-    assert held_in(tmp_path / "second") == {0: 7}
+    assert held_in(tmp_path / "second") == {1: 7}
 
 
 @by_mode
@@ -1569,9 +1641,36 @@ def test_a_live_store_stands_alone_after_a_load(
         assert sampled(buffer) == {5, 6}
         add(buffer, 7)
     with made(live, True, form) as buffer:
-        assert held(buffer) == {0: 5, 1: 6, 2: 7}
+        assert held(buffer) == {0: 5, 1: 6, 3: 7}
         assert sampled(buffer) == {5, 6, 7}
         assert len(names_of(live, f".{form}")) == 3
+
+
+@by_format
+def test_a_name_in_a_store_never_is_that_of_another_trajectory(tmp_path: Path, form: str) -> None:
+    paths = [
+        checkpoint_of(tmp_path / "a", 5, 6, form=form),
+        checkpoint_of(tmp_path / "b", 7, 8, 9, 10, form=form),
+    ]
+    owners: dict[str, set[str]] = {}
+
+    def note(buffer: TrajectoryReplayBuffer) -> None:
+        buffer.flush()
+        for entry in map(buffer.get_entry, buffer.trajectory_ids):
+            owners.setdefault(entry.file, set()).add(entry.uuid)
+
+    with made(tmp_path / "live", True, form) as buffer:
+        for number in range(2):
+            add(buffer, 2 * number, 2 * number + 1)
+            note(buffer)
+            buffer.clear()  # its files are gone, and so are their names
+            for path in paths:
+                buffer.load_checkpoint(path)
+                note(buffer)
+    assert {name: len(uuids) for name, uuids in owners.items()} == dict.fromkeys(owners, 1)
+    # Those that had no id of the store's yet have RLinf's names.
+    plain = [f"trajectory_{i}_.{form}" for i in (0, 1, 2, 3, 4, 5)]
+    assert sorted(name for name in owners if name.count(".") == 1) == plain
 
 
 def test_a_load_of_an_own_checkpoint_reuses_the_live_files(live: Path, path: Path) -> None:
@@ -1586,7 +1685,7 @@ def test_a_load_of_an_own_checkpoint_reuses_the_live_files(live: Path, path: Pat
         assert names_of(live) == ["trajectory_0_.arrow", "trajectory_1_.arrow"]
         add(buffer, 7)
     with made(live) as buffer:
-        assert held(buffer) == {**same(0, 1), 2: 7}
+        assert held(buffer) == {**same(0, 1), 3: 7}
 
 
 @pytest.mark.parametrize(
@@ -1694,7 +1793,7 @@ def test_a_process_killed_right_after_a_load_has_loaded(live: Path, path: Path) 
         assert held(buffer) == {0: 5, 1: 6}
         assert sampled(buffer) == {5, 6}
         add(buffer, 7)
-        assert held(buffer) == {0: 5, 1: 6, 2: 7}
+        assert held(buffer) == {0: 5, 1: 6, 3: 7}
 
 
 def test_a_load_into_a_closed_buffer_or_a_save_of_one_is_refused(path: Path) -> None:
@@ -1705,6 +1804,35 @@ def test_a_load_into_a_closed_buffer_or_a_save_of_one_is_refused(path: Path) -> 
         buffer.load_checkpoint(path)
     with pytest.raises(ValueError, match="save_checkpoint: expected an open buffer"):
         buffer.save_checkpoint(path)
+
+
+@by_format
+def test_a_name_in_a_checkpoint_never_is_that_of_another_trajectory(path: Path, form: str) -> None:
+    owners: dict[str, set[str]] = {}
+    for numbers in ([0, 1, 2], [5], [6, 7, 8, 9], []):
+        checkpoint_of(path, *numbers, form=form)
+        assert held_in(path) == dict(enumerate(numbers))
+        for entry in index_of(path)["trajectory_index"].values():
+            owners.setdefault(entry["file"], set()).add(entry["uuid"])
+    assert {name: len(uuids) for name, uuids in owners.items()} == dict.fromkeys(owners, 1)
+    plain = [f"trajectory_{i}_.{form}" for i in range(4)]
+    assert sorted(name for name in owners if name.count(".") == 1) == plain
+    metadata = json.loads((path / "metadata.json").read_text())
+    assert metadata["names_used_below"] == 4
+
+
+def test_a_checkpoint_that_is_saved_over_in_another_format_has_the_names_of_rlinf(
+    live: Path, path: Path
+) -> None:
+    with made(live) as buffer:
+        add(buffer, 0, 1)
+        buffer.save_checkpoint(path)
+        buffer.save_checkpoint(path, trajectory_format="pt")
+        assert listing(path) == files_of("pt", 0, 1)
+        add(buffer, 2)
+        buffer.save_checkpoint(path, trajectory_format="pkl")
+    assert listing(path) == files_of("pkl", 0, 1, 2)
+    assert held_in(path) == same(0, 1, 2)
 
 
 # -- a memory-only buffer and the files that it maps ---------------------------------------------

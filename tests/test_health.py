@@ -861,6 +861,20 @@ def test_several_ranks_still_give_different_ids_after_a_repair(tmp_path: Path) -
             assert buffer.trajectory_counter == 8 + rank
 
 
+def test_a_repair_after_a_load_gives_no_id_again(tmp_path: Path) -> None:
+    saved = checkpoint_of(tmp_path / "c", count=2)
+    path = tmp_path / "a"
+    with buffer_on(path) as buffer:
+        buffer.add_trajectories([TRAJECTORIES[i] for i in range(5)])
+        buffer.load_checkpoint(saved)
+        assert buffer.trajectory_counter == 5
+    assert not health.repair(path).has_changes
+    os.truncate(next(path.glob("trajectory_1_*.arrow")), 10)
+    health.repair(path)
+    with buffer_on(path) as buffer:
+        assert (buffer.trajectory_ids, buffer.trajectory_counter) == ([0], 5)
+
+
 def test_a_dropped_file_that_is_still_there_does_not_come_back(tmp_path: Path) -> None:
     path = tmp_path / "a"
     with buffer_on(path) as buffer:

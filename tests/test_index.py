@@ -281,6 +281,37 @@ def test_a_load_takes_the_place_of_all_in_one_line(tmp_path: Path) -> None:
     assert contents.total_samples == entry(4).num_samples + entry(7).num_samples
 
 
+@pytest.mark.parametrize(
+    ("lowest", "counter", "step", "expected"),
+    [(0, 5, 1, 5), (5, 5, 3, 5), (6, 5, 3, 8), (8, 5, 3, 8), (9, 5, 3, 11), (7, 0, 1, 7)],
+)
+def test_the_next_id_is_below_neither_and_among_those_of_its_rank(
+    lowest: int, counter: int, step: int, expected: int
+) -> None:
+    assert index.next_id(lowest, counter, step) == expected
+
+
+def test_a_load_does_not_set_the_counter_back(tmp_path: Path) -> None:
+    write_store(tmp_path, 9)
+    with opened(tmp_path) as store:
+        put_file(tmp_path, entry(1))
+        store.load(loaded([1], 2, 4))
+        assert (store.contents.trajectory_counter, store.contents.id_step) == (10, 4)
+    contents = index.read(str(tmp_path))[0]
+    assert (contents.trajectory_counter, contents.id_step) == (10, 4)
+
+
+def test_a_journal_in_which_an_id_was_given_again_after_a_load_is_read(tmp_path: Path) -> None:
+    write_store(tmp_path, 3)
+    event = index._load_event(loaded([0], 1, 1))
+    lines = [line_of(event), line_of({"event": "add", "entry": entry(1).to_json()})]
+    for line in lines:
+        append(tmp_path, line)
+    with opened(tmp_path) as store:
+        assert list(store.contents.entries) == [0, 1]
+        assert store.contents.trajectory_counter == 3
+
+
 def test_ids_rise_by_the_step_after_a_load(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         store.load(loaded([], 5, 4))

@@ -218,8 +218,10 @@ class Machine(RuleBasedStateMachine):
         share, rest = divmod(len(saved.list), world_size)
         start = rank * share + min(rank, rest)
         self.list = saved.list[start : start + share + (rank < rest)]
-        self.counter = saved.counter + rank * saved.id_step
+        before, self.counter = self.counter, saved.counter + rank * saved.id_step
         self.id_step = saved.id_step * world_size
+        while self.counter < before:
+            self.counter += self.id_step
         self.num_flushed = len(self.list)
         if not self.is_saved:  # its files are mapped where they are, and stay so
             self.saved.remove(saved)
