@@ -286,8 +286,14 @@ class TrajectoryReplayBuffer:
         """
         if self._is_closed:
             raise _closed("sample")
-        options = (sampler, with_info, as_numpy, as_tensordict, device)
-        return self._retried(partial(self._window.sample, num_chunks, out, *options))
+        while True:
+            try:
+                # Called as it is, by no C code: so that no interrupt loses a batch that has come.
+                return self._window.sample(
+                    num_chunks, out, sampler, with_info, as_numpy, as_tensordict, device
+                )
+            except (CorruptError, FileNotFoundError):
+                self._check_can_retry()
 
     def get_trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory as it was added, steps that are left out of the rows included.
@@ -317,8 +323,12 @@ class TrajectoryReplayBuffer:
                     raise _closed("sample") from None
                 raise
             except (CorruptError, FileNotFoundError):
-                if not (self._is_forked() and shield.run(self._window.drop_missing)):
-                    raise
+                self._check_can_retry()
+
+    def _check_can_retry(self) -> None:
+        """Raise the error that is handled, unless its cause is gone."""
+        if not (self._is_forked() and shield.run(self._window.drop_missing)):
+            raise
 
     # -- state -------------------------------------------------------------------------------
 

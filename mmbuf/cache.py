@@ -39,7 +39,7 @@ from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, EmptyBufferError
 from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
 from mmbuf.pool import MIN_BYTES, BatchPool
-from mmbuf.sampling.draw import Draw, StaleSightError
+from mmbuf.sampling.draw import Delivery, Draw, StaleSightError
 from mmbuf.schema import Array, Column, Path, Payload, Schema
 from mmbuf.slots import Facts, Pin, SlotTable, View
 
@@ -81,11 +81,12 @@ class _End:
 class Sight:
     """The window as one gather sees it, for samplers; see `mmbuf.sampling.Sight`."""
 
-    __slots__ = ("_cache", "view")
+    __slots__ = ("_cache", "delivery", "view")
 
-    def __init__(self, cache: TrajectoryCache, view: View) -> None:
+    def __init__(self, cache: TrajectoryCache, view: View, delivery: Delivery) -> None:
         self._cache = cache
         self.view = view
+        self.delivery = delivery
 
     @property
     def owner(self) -> object:
@@ -280,27 +281,27 @@ class TrajectoryCache:
         self,
         draw: Callable[[Sight], Draw],
         targets: Callable[[Draw], Sequence[Leaf] | None],
+        delivery: Delivery,
         *,
         has_info: bool,
     ) -> tuple[list[Leaf], Draw, Origins | None]:
         """What a sampler draws: `gather` of its rows, the `Draw` itself and the rows' origins.
 
         ``targets(draw)`` are the arrays to be refilled, or None. The origins, with ``has_info``
-        only, are what `origins_of` says of them.
+        only, are what `origins_of` says of them. ``delivery`` is told what is drawn in vain.
         """
 
         def look(view: View) -> tuple[list[Leaf], Draw, Origins | None]:
-            drawn = draw(Sight(self, view))
             try:
+                drawn = draw(Sight(self, view, delivery))
                 leaves = self._gather_draw(view, drawn, targets(drawn))
+                if drawn.derive is not None:
+                    columns = zip(self._positions, leaves, strict=True)
+                    drawn.added |= drawn.derive(dict(columns))
+                return leaves, drawn, origins_of(view, drawn.rows) if has_info else None
             except BaseException:
-                if drawn.undo is not None:
-                    drawn.undo()
+                delivery.attempt += 1
                 raise
-            if drawn.derive is not None:
-                columns = zip(self._positions, leaves, strict=True)
-                drawn.added |= drawn.derive(dict(columns))
-            return leaves, drawn, origins_of(view, drawn.rows) if has_info else None
 
         return self._look(look)
 

@@ -33,6 +33,7 @@ _Read = TypeVar("_Read")
 
 _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
+_MAY_HAVE_CHANGED = (EmptyBufferError, CorruptError, FileNotFoundError)
 
 
 class _Options(NamedTuple):
@@ -181,8 +182,15 @@ class ReplayReader:
             raise _closed("sample")
         if self._follow and (self._stores.looks_new() or self._window.has_evicted):
             self.refresh()
-        options = (sampler, with_info, as_numpy, as_tensordict, device)
-        return self._retried(partial(self._window.sample, num_chunks, out, *options))
+        while True:
+            num_changes = self._num_changes
+            try:
+                # Called as it is, by no C code: so that no interrupt loses a batch that has come.
+                return self._window.sample(
+                    num_chunks, out, sampler, with_info, as_numpy, as_tensordict, device
+                )
+            except _MAY_HAVE_CHANGED:
+                self._check_can_retry(num_changes)
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories; looks for new ones where there are fewer."""
@@ -230,10 +238,14 @@ class ReplayReader:
             num_changes = self._num_changes
             try:
                 return read()
-            except (EmptyBufferError, CorruptError, FileNotFoundError):
-                self.refresh()  # waits for the other thread
-                if self._num_changes == num_changes:
-                    raise
+            except _MAY_HAVE_CHANGED:
+                self._check_can_retry(num_changes)
+
+    def _check_can_retry(self, num_changes: int) -> None:
+        """Raise the error that is handled, unless something has changed since ``num_changes``."""
+        self.refresh()  # waits for the other thread
+        if self._num_changes == num_changes:
+            raise
 
     def __len__(self) -> int:
         return len(self._window.entries)

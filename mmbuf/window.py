@@ -30,7 +30,6 @@ from mmbuf.batch import (
     numpy_of,
     put_text,
     targets,
-    tensordict,
     tensordict_of,
 )
 from mmbuf.cache import STATS, Origins, TrajectoryCache
@@ -38,7 +37,7 @@ from mmbuf.entry import Entry
 from mmbuf.errors import EmptyBufferError
 from mmbuf.notebook import Shown, told_bytes
 from mmbuf.places import Slot
-from mmbuf.sampling.draw import Draw, Sampler
+from mmbuf.sampling.draw import Delivery, Draw, Sampler
 from mmbuf.sampling.uniform import Uniform, uniform
 from mmbuf.schema import Column, Schema, interleave
 from mmbuf.staging import Staging, as_device
@@ -255,21 +254,30 @@ class Window:
     ) -> Any:
         """As `TrajectoryReplayBuffer.sample`."""
         num_chunks = whole("num_chunks", num_chunks, 1)
-        if device is None and not as_numpy and not as_tensordict:
-            return self._sample(num_chunks, out, sampler, with_info)
-        if as_tensordict:
-            tensordict()  # or an epoch would lose the rows of a batch that cannot be made
-        if out is not None or (as_numpy and (as_tensordict or device is not None)):
-            raise ValueError(
-                "sample: expected one of out, as_numpy, and as_tensordict or device, got several."
-            )
-        if device is None:
-            batch = self._sample(num_chunks, None, sampler, with_info)
-        else:
-            batch = self._send(as_device(device), num_chunks, sampler, with_info)
-        if as_numpy:
-            return numpy_of(batch)
-        return tensordict_of(batch, (sampler or _UNIFORM).num_dims) if as_tensordict else batch
+        delivery = Delivery()
+        try:
+            if device is None and not as_numpy and not as_tensordict:
+                batch = self._sample(num_chunks, out, sampler, with_info, delivery)
+            else:
+                if out is not None or (as_numpy and (as_tensordict or device is not None)):
+                    raise ValueError(
+                        "sample: expected one of out, as_numpy, and as_tensordict or device, "
+                        "got several."
+                    )
+                if device is None:
+                    batch = self._sample(num_chunks, None, sampler, with_info, delivery)
+                else:
+                    device = as_device(device)
+                    batch = self._send(device, num_chunks, sampler, with_info, delivery)
+                if as_numpy:
+                    batch = numpy_of(batch)
+                elif as_tensordict:
+                    batch = tensordict_of(batch, (sampler or _UNIFORM).num_dims)
+            delivery.has_come = True  # from here to the caller nothing is called
+            return batch
+        except BaseException:
+            delivery.attempt += 1
+            raise
 
     def _sample(
         self,
@@ -277,6 +285,7 @@ class Window:
         out: Mapping[str, Any] | None,
         sampler: Sampler | None,
         with_info: bool,
+        delivery: Delivery,
     ) -> Batch:
         while True:
             cache = self.cache
@@ -285,7 +294,9 @@ class Window:
             check_room(cache.schema, num_chunks)
             try:
                 if sampler is not None or with_info:
-                    return self._sample_by(sampler, cache, num_chunks, out, has_info=with_info)
+                    return self._sample_by(
+                        sampler, cache, num_chunks, out, delivery, has_info=with_info
+                    )
                 draw = partial(uniform, self.generator, num_chunks)
                 if out is None:
                     batch = nested(cache.schema, cache.gather(draw))
@@ -305,6 +316,7 @@ class Window:
         cache: TrajectoryCache,
         num_chunks: int,
         out: Mapping[str, Any] | None,
+        delivery: Delivery,
         *,
         has_info: bool,
     ) -> Batch:
@@ -321,7 +333,10 @@ class Window:
             return targets(cache.schema, out, draw.shape or (len(draw.rows),))
 
         leaves, draw, origins = cache.sample(
-            lambda sight: sampler.draw(sight, num_chunks, self.generator), into, has_info=has_info
+            lambda sight: sampler.draw(sight, num_chunks, self.generator),
+            into,
+            delivery,
+            has_info=has_info,
         )
         batch = nested(cache.schema, leaves, draw.shape)
         if out is not None:
@@ -336,14 +351,19 @@ class Window:
         return batch
 
     def _send(
-        self, device: torch.device, num_chunks: int, sampler: Sampler | None, with_info: bool
+        self,
+        device: torch.device,
+        num_chunks: int,
+        sampler: Sampler | None,
+        with_info: bool,
+        delivery: Delivery,
     ) -> Batch:
         """A batch on a device."""
         staging = self._stagings.setdefault(device, Staging(device))
         is_even = sampler is None or sampler.has_even_batches
 
         def fill(out: Batch | None) -> Batch:
-            return self._sample(num_chunks, out if is_even else None, sampler, with_info)
+            return self._sample(num_chunks, out if is_even else None, sampler, with_info, delivery)
 
         return staging.send((num_chunks, sampler, with_info, self.schema), fill)
 

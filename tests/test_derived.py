@@ -20,7 +20,7 @@ from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.sampling import Sampler, Slices
 from mmbuf.sampling.derived import Derived, Fifo, blocks
-from mmbuf.sampling.draw import Sight, StaleSightError
+from mmbuf.sampling.draw import Delivery, Sight, StaleSightError
 from mmbuf.schema import Array, Column, Path, Schema
 from mmbuf.slots import Facts, SlotTable, View
 
@@ -133,6 +133,7 @@ class FakeSight:
     """A view of a table, and whose it is."""
 
     schema = Schema([Column(("rewards",), "float32", ())])
+    delivery = Delivery()
 
     def __init__(self, table: SlotTable, owner: object = None) -> None:
         self.view = View(table, is_filled=True)

@@ -20,7 +20,7 @@ from data import opened
 
 from mmbuf import ReplayReader, SchemaError, TrajectoryReplayBuffer
 from mmbuf.sampling import Sight, WithoutReplacement
-from mmbuf.sampling.draw import StaleSightError
+from mmbuf.sampling.draw import Delivery, StaleSightError
 from mmbuf.sampling.epoch import _ROUNDS, Permutation
 from mmbuf.schema import Array
 from mmbuf.slots import Facts, SlotTable, View
@@ -586,7 +586,8 @@ def test_a_sight_from_before_an_addition_that_is_known_is_refused() -> None:
     generator = np.random.default_rng(0)
 
     def sight() -> Sight:
-        return cast(Sight, SimpleNamespace(view=View(table, is_filled=True), owner=owner))
+        view = View(table, is_filled=True)
+        return cast(Sight, SimpleNamespace(view=view, owner=owner, delivery=Delivery()))
 
     table.append(5, [0], is_filled=True, facts=Facts(uuid_mark=1))
     old = sight()

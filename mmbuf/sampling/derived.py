@@ -3,6 +3,9 @@
 The window only grows at its end and shrinks at its beginning, nearly always; so does what is
 derived from it, at a cost in proportion to what came and went. Where its middle changed all is made
 anew.
+
+A draw reads it without a lock: what is there is never changed, but for what is kept for the next
+view. That is made where no signal handler interrupts it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mmbuf.sampling.draw import Sight, StaleSightError
+from mmbuf import shield
+from mmbuf.sampling.draw import Sampler, Sight, StaleSightError
 from mmbuf.schema import Array
-from mmbuf.slots import View
+from mmbuf.slots import Pin, View
 
 _MIN_ROOM = 64
 
@@ -22,8 +26,8 @@ _MIN_ROOM = 64
 class Fifo:
     """An array that values are appended to at its end and dropped from at its beginning.
 
-    Each costs a constant on average. `live` is what it holds: a view, for as long as nothing is
-    appended or dropped.
+    Each costs a constant on average. `live` is what it holds: a view, that stays as it is whatever
+    is appended or dropped later.
     """
 
     def __init__(self, dtype: Any, *row_shape: int) -> None:
@@ -51,11 +55,43 @@ class Fifo:
         self._head += count
 
     def clear(self) -> None:
+        self._data = np.empty((_MIN_ROOM, *self._data.shape[1:]), self._data.dtype)
         self._head = self._tail = 0
 
 
+class Follower(Sampler):
+    """A sampler that draws from what is derived of the window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: tuple[View | None, Any] = (None, None)
+
+    @abstractmethod
+    def _see(self, sight: Sight) -> Any:
+        """What a draw from the sight's view needs, never changed later."""
+
+    def _known(self, sight: Sight) -> Any:
+        """What `_see` gives, asked once for each view."""
+        view, known = self._seen
+        return known if view is sight.view else shield.run(self._look, sight)
+
+    def _look(self, sight: Sight) -> Any:
+        pin = Pin()
+        sight.view.pin(pin)  # of its own: who draws may be interrupted, and not wait for this
+        try:
+            self._check_is_outside()
+            with self._lock:
+                view, known = self._seen
+                if view is not sight.view:
+                    known = self._see(sight)
+                    self._seen = (sight.view, known)
+                return known
+        finally:
+            del pin  # the traceback of an error may keep this frame for long
+
+
 class Derived(ABC):
-    """What follows the window. For one thread at a time.
+    """What follows the window. For one thread at a time, which no signal handler interrupts.
 
     After `follow` it knows exactly the slots of the sight's view. ``num_dropped_rows`` counts the
     rows that were before its first one, so that rows keep an *ordinal* while they stay:
@@ -69,6 +105,10 @@ class Derived(ABC):
         self._first = self._next = 0  # numbers of the slots that are known
         self._lengths = Fifo(np.int64)  # their rows
 
+    def is_at(self, sight: Sight) -> bool:
+        """Whether the sight's view is what is known."""
+        return self._view is sight.view
+
     def follow(self, sight: Sight) -> None:
         """Take in what came and went; StaleSightError for a sight from before the last one."""
         view = sight.view
@@ -78,7 +118,8 @@ class Derived(ABC):
         is_known = sight.owner is self._owner
         if is_known and (first < self._first or stop < self._next):
             raise StaleSightError
-        # All anew the next time, should this not come to its end: by an error, in a forked child.
+        # All anew the next time, should this not come to its end: by an error or a cancellation,
+        # in a forked child.
         self._owner = self._view = None
         # Where the middle changed all slots have new numbers, that begin here.
         if not is_known or first >= self._next:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mmbuf.entry import Entry
-from mmbuf.errors import SchemaError
+from mmbuf.errors import MmbufError, SchemaError
 from mmbuf.schema import Array, Column, Path, Schema
 from mmbuf.slots import View
 
@@ -30,8 +30,25 @@ class StaleSightError(Exception):
     """
 
 
+class Delivery:
+    """What becomes of the batches that are drawn for one call of somebody who samples.
+
+    A batch has reached its caller, or it is in vain: a gather failed, or a signal handler
+    interrupted it anywhere. Who samples says so by an assignment, as the last that is done, or the
+    first that is done after an error: with nothing called beside, no interrupt comes in between.
+    A sampler that must not lose rows looks at it by the next draw.
+    """
+
+    attempt = 0  # raised by one: what was drawn before is in vain
+    has_come = False  # what was drawn last is the caller's
+
+
 class Sight(Protocol):
     """The window at one moment, and its rows."""
+
+    @property
+    def delivery(self) -> Delivery:
+        """Of the batch that is drawn."""
 
     @property
     def view(self) -> View:
@@ -62,7 +79,7 @@ class Draw:
     ``rows`` are int64 row numbers; the batch's leading dimensions are ``shape``, or ``[len(rows)]``
     where it is empty. ``moved`` columns come from other rows, as many. ``replaced`` columns and
     ``added`` keys have the given values, with the batch's leading dimensions; ``derive`` gives more
-    of these from the gathered columns, by path. ``undo`` is called where no batch comes of it.
+    of these from the gathered columns, by path.
     """
 
     rows: Array
@@ -71,11 +88,14 @@ class Draw:
     replaced: dict[Path, Array] = field(default_factory=dict)
     added: dict[str, Array] = field(default_factory=dict)
     derive: Callable[[Mapping[Path, Any]], dict[str, Array]] | None = None
-    undo: Callable[[], None] | None = None
 
 
 class Sampler(ABC):
     """Says which rows a batch has. Thread-safe. A copy, by pickle too, begins anew.
+
+    An exception of a signal handler may come anywhere in the main thread. So what a draw changes is
+    worked out aside and put in place by one assignment, or changed by `shield.run`. A handler that
+    draws from a sampler within a call of it gets MmbufError, and its ``state_dict``.
 
     ``needs_info``: batches always have ``"info"``, since the caller needs the handles.
     ``has_even_batches``: equal numbers asked for give batches of equal shapes. ``num_dims``: the
@@ -98,7 +118,9 @@ class Sampler(ABC):
 
     def __init__(self) -> None:
         self.owner: object | None = None  # the window that it belongs to
-        self._lock = threading.Lock()  # guards all that the sampler remembers
+        # Guards all that the sampler remembers. By who has it, a thread is kept from waiting for
+        # itself; entering and leaving it is C code, which is not interrupted.
+        self._lock = threading.RLock()
 
     @abstractmethod
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
@@ -114,7 +136,15 @@ class Sampler(ABC):
 
     def renew_lock(self) -> None:
         """In a forked child: the thread that may have held it is gone."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    def _check_is_outside(self) -> None:
+        """MmbufError for a signal handler that came within another call of this thread's."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise MmbufError(
+                "sampler: expected no call within another one of the same thread, got one. "
+                "In a signal handler, use state_dict only."
+            )
 
 
 def column_of(sight: Sight, path: Path, who: str) -> Column:

@@ -10,6 +10,7 @@ from collections.abc import Set
 
 import numpy as np
 
+from mmbuf import shield
 from mmbuf.sampling.derived import Derived, Fifo, blocks
 from mmbuf.sampling.draw import Sight, any_of, column_of, flat
 from mmbuf.schema import Array, Path
@@ -34,7 +35,6 @@ class Episodes(Derived):
     def __init__(self) -> None:
         super().__init__()
         self._left = Fifo(np.uint16)
-        self._even: tuple[View | None, int | None] = (None, None)  # see `stride_of`
         # Side by side, since what is drawn from many episodes is not in the processor's caches.
         self._table = Fifo(np.int64, 3)
         self._counts = Fifo(np.int64)  # episodes of each slot
@@ -44,15 +44,6 @@ class Episodes(Derived):
     @property
     def left(self) -> Array:
         return self._left.live
-
-    def stride_of(self, view: View, rows: Array) -> Array | int:
-        """The rows from one step to the next, of each of ``rows``; one int where all are equal."""
-        if self._even[0] is not view:
-            num_envs = view.facts[NUM_ENVS, view.first : view.stop]
-            is_even = bool((num_envs == num_envs[0]).all())
-            self._even = (view, int(num_envs[0]) if is_even else None)
-        stride = self._even[1]
-        return view.facts[NUM_ENVS].take(view.slots_of(rows)) if stride is None else stride
 
     @property
     def table(self) -> Array:
@@ -109,6 +100,7 @@ class Episodes(Derived):
         paths = _flags_of(sight)
         before = len(self._table)
         for block in blocks(lengths, _BLOCK_ROWS):
+            shield.check()
             self._add_block(sight, paths, first + block.start, lengths[block])
         for key in self._starts:
             self._count_starts(key, self.lengths[before:])
@@ -142,6 +134,12 @@ class Episodes(Derived):
         ordinals = firsts + self.num_dropped_rows + low - view.low
         self._table.extend(np.stack([ordinals, episode_steps, num_envs[slots]], 1))
         self._counts.extend(np.bincount(slots, minlength=num_slots))
+
+
+def stride_of(view: View) -> int | None:
+    """The rows from one step to the next; None where that is not the same for all."""
+    num_envs = view.facts[NUM_ENVS, view.first : view.stop]
+    return int(num_envs[0]) if (num_envs == num_envs[0]).all() else None
 
 
 def end_flags(paths: Set[Path]) -> list[Path]:

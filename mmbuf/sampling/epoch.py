@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mmbuf.sampling.draw import Draw, Sampler, Sight, StaleSightError
+from mmbuf.sampling.draw import Delivery, Draw, Sampler, Sight, StaleSightError
 from mmbuf.schema import Array
 from mmbuf.slots import UUID_MARK, View
 
@@ -17,6 +16,23 @@ _BLOCK = 1 << 14  # indices computed at once, since NumPy's calls cost more than
 _ROUNDS = 8  # with 4, neighbours in orders of 16 or 64 still prefer some distances to others
 _NONE: Array = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int64).min // 2
+
+
+# Indices that were given for a batch, until it is known what became of it.
+_Given = tuple[Delivery, int, Array]  # the second is `Delivery.attempt` when they were drawn
+
+
+class _Place(NamedTuple):
+    """Where in which epoch a sampler is. Never changed: a draw puts another one in its place."""
+
+    epoch: int = 0
+    listing: _Listing | None = None
+    order: Permutation | None = None
+    position: int = 0  # of the order: how many of its indices were taken
+    ahead: Array = _NONE  # those of them that are still to be given, in order
+    returned: Array = _NONE  # indices from before, that were in vain: they come first
+    given: tuple[_Given, ...] = ()
+    newest: tuple[object, int] = (None, 0)  # of the sights
 
 
 class WithoutReplacement(Sampler):
@@ -30,97 +46,74 @@ class WithoutReplacement(Sampler):
     def __init__(self, drop_last: bool = False) -> None:
         super().__init__()
         self.has_even_batches = self.drop_last = drop_last
-        self.epoch = 0
-        self._order: Permutation | None = None
-        self._listing: _Listing | None = None
-        self._newest: tuple[object, int] | None = None  # of the sights
-        self._position = 0  # of the order: how many indices were taken
-        self._ahead: Array = np.empty(0, np.int64)  # rows of the epoch's listing, in order
+        self._place = _Place()
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have begun."""
+        return self._place.epoch
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         view = sight.view
+        self._check_is_outside()
         with self._lock:
-            self._check_newest(sight)
+            place = self._place
+            self._check_newest(sight, place.newest)
             if self.drop_last and num_chunks > view.high - view.low:
                 raise ValueError(
                     f"num_chunks: expected at most the {view.high - view.low} rows of the window "
                     f"with drop_last, got {num_chunks}."
                 )
-            if self._order is None:
-                self._begin(view, generator)
-            rows, taken = self._next(view, num_chunks)
+            if place.order is None:
+                place = _begun(place, view, generator)
+            rows, place = _next(place, sight, num_chunks)
             if len(rows) < (num_chunks if self.drop_last else 1):
-                self._begin(view, generator)
-                rows, taken = self._next(view, num_chunks)
-            return Draw(rows, undo=partial(self._put_back, taken, self._order))
+                rows, place = _next(_begun(place, view, generator), sight, num_chunks)
+            self._place = place
+        return Draw(rows)
 
-    def _put_back(self, taken: Array, order: Permutation | None) -> None:
-        """Give these indices again, if their epoch goes on."""
-        with self._lock:
-            if order is self._order:
-                self._ahead = np.concatenate([taken, self._ahead])
-
-    def _check_newest(self, sight: Sight) -> None:
+    def _check_newest(self, sight: Sight, newest: tuple[object, int]) -> None:
         """StaleSightError for a sight that lacks trajectories of an earlier one."""
-        stop = sight.view.first_number + sight.view.stop
-        if self._newest is not None and self._newest[0] is sight.owner and stop < self._newest[1]:
+        owner, stop = newest
+        if owner is sight.owner and sight.view.first_number + sight.view.stop < stop:
             raise StaleSightError
-        self._newest = (sight.owner, stop)
-
-    def _begin(self, view: View, generator: np.random.Generator) -> None:
-        self.epoch += 1
-        self._listing = _Listing.of(view)
-        keys = generator.integers(0, 1 << 63, 2 * _ROUNDS)
-        self._order = Permutation(view.high - view.low, keys)
-        self._position = 0
-        self._ahead = self._ahead[:0]
-
-    def _next(self, view: View, count: int) -> tuple[Array, Array]:
-        """Up to ``count`` rows of ``view``, fewer at the end of the epoch; and their indices."""
-        assert self._order is not None
-        assert self._listing is not None
-        found: list[tuple[Array, Array]] = []
-        while count:
-            if not len(self._ahead):
-                stop = min(self._position + _BLOCK, self._order.size)
-                if self._position == stop:
-                    break
-                self._ahead = self._order.at(self._position, stop)
-                self._position = stop
-            taken, self._ahead = self._ahead[:count], self._ahead[count:]
-            rows = self._listing.rows_in(view, taken)
-            found.append((rows, taken))
-            count -= len(rows)
-        if len(found) == 1:
-            return found[0]
-        # None at the end of an epoch, several where trajectories have gone.
-        all_rows, all_taken = (np.concatenate([_NONE, *(p[i] for p in found)]) for i in (0, 1))
-        return all_rows, all_taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in which epoch it is; tensors and numbers."""
-        with self._lock:
-            if self._order is None or self._listing is None:
-                return {"epoch": self.epoch}
-            return {
-                "epoch": self.epoch,
-                "keys": torch.from_numpy(self._order.keys.copy()),
-                "position": self._position - len(self._ahead),
-                "starts": torch.from_numpy(self._listing.starts.copy()),
-                "marks": torch.from_numpy(self._listing.marks.copy()),
-            }
+        """Where in which epoch it is; tensors and numbers.
+
+        Of a batch that is on its way to its caller: as before it was drawn.
+        """
+        place = self._place
+        if place.order is None or place.listing is None:
+            return {"epoch": place.epoch}
+        state = {
+            "epoch": place.epoch,
+            "keys": torch.from_numpy(place.order.keys.copy()),
+            "position": place.position - len(place.ahead),
+            "starts": torch.from_numpy(place.listing.starts.copy()),
+            "marks": torch.from_numpy(place.listing.marks.copy()),
+        }
+        returned, on_way = _settled(place.returned, place.given)
+        returned = np.concatenate([*(indices for _, _, indices in on_way), returned])
+        if len(returned):
+            state["returned"] = torch.from_numpy(returned)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, with a window of the same trajectories."""
+        place = _Place(int(state["epoch"]))
+        if "keys" in state:
+            starts, marks = state["starts"].numpy().copy(), state["marks"].numpy().copy()
+            place = place._replace(
+                listing=_Listing(starts, marks),
+                order=Permutation(int(starts[-1]), state["keys"].numpy().copy()),
+                position=int(state["position"]),
+            )
+        if "returned" in state:
+            place = place._replace(returned=state["returned"].numpy().copy())
+        self._check_is_outside()
         with self._lock:
-            self.epoch = int(state["epoch"])
-            self._order = self._listing = None
-            self._ahead = self._ahead[:0]
-            if "keys" in state:
-                starts, marks = state["starts"].numpy().copy(), state["marks"].numpy().copy()
-                self._listing = _Listing(starts, marks)
-                self._order = Permutation(int(starts[-1]), state["keys"].numpy().copy())
-                self._position = int(state["position"])
+            self._place = place._replace(newest=self._place.newest)
 
 
 class _Listing:
@@ -129,8 +122,8 @@ class _Listing:
     def __init__(self, starts: Array, marks: Array, view: View | None = None) -> None:
         self.starts = starts
         self.marks = marks
-        self._view = view  # whose rows they are now, and how to get there
-        self._shifts: Array | None = None
+        # Whose rows they are now, and how to get there.
+        self._found: tuple[View | None, Array | None] = (view, None)
         self._low = 0 if view is None else view.low
 
     @classmethod
@@ -145,27 +138,78 @@ class _Listing:
 
     def rows_in(self, view: View, rows: Array) -> Array:
         """``rows`` of the listing as rows of ``view``, without those that have left it."""
-        if view is not self._view:
-            self._look(view)
-        if self._shifts is None:
+        known, shifts = self._found
+        if known is not view:
+            shifts = self._find(view)
+        if shifts is None:
             found: Array = rows + self._low
             return found if self._low == view.low else found[found >= view.low]
-        shifts = self._shifts[self.starts.searchsorted(rows, "right") - 1]
+        shifts = shifts[self.starts.searchsorted(rows, "right") - 1]
         found = (rows + shifts)[shifts != _GONE]
         return found[found >= view.low]
 
-    def _look(self, view: View) -> None:
+    def _find(self, view: View) -> Array | None:
         """Find the listing's trajectories in another view."""
-        was = self._view
-        self._view = view
-        if was is not None and view.starts is was.starts:
-            return  # the same row numbers still
-        marks = view.facts[UUID_MARK, view.first : view.stop]
-        order = marks.argsort(kind="stable")
-        places = np.minimum(marks[order].searchsorted(self.marks), len(order) - 1)
-        found = order[places]
-        shifts = view.starts[view.first + found] - self.starts[:-1]
-        self._shifts = np.where(marks[found] == self.marks, shifts, _GONE)
+        known, shifts = self._found
+        if known is None or view.starts is not known.starts:  # else the same row numbers still
+            marks = view.facts[UUID_MARK, view.first : view.stop]
+            order = marks.argsort(kind="stable")
+            places = np.minimum(marks[order].searchsorted(self.marks), len(order) - 1)
+            found = order[places]
+            shifts = view.starts[view.first + found] - self.starts[:-1]
+            shifts = np.where(marks[found] == self.marks, shifts, _GONE)
+        self._found = (view, shifts)
+        return shifts
+
+
+def _begun(place: _Place, view: View, generator: np.random.Generator) -> _Place:
+    """The begin of the next epoch."""
+    keys = generator.integers(0, 1 << 63, 2 * _ROUNDS)
+    order = Permutation(view.high - view.low, keys)
+    return _Place(place.epoch + 1, _Listing.of(view), order)
+
+
+def _next(place: _Place, sight: Sight, count: int) -> tuple[Array, _Place]:
+    """Up to ``count`` rows of the sight's view, fewer at the end of the epoch; and where it is."""
+    epoch, listing, order, position, ahead, returned, given, _ = place
+    assert listing is not None
+    assert order is not None
+    view, delivery = sight.view, sight.delivery
+    if given:
+        returned, given = _settled(returned, given)
+    found: list[tuple[Array, Array]] = []
+    while count:
+        if len(returned):
+            taken, returned = returned[:count], returned[count:]
+        else:
+            if not len(ahead):
+                stop = min(position + _BLOCK, order.size)
+                if position == stop:
+                    break
+                ahead, position = order.at(position, stop), stop
+            taken, ahead = ahead[:count], ahead[count:]
+        rows = listing.rows_in(view, taken)
+        found.append((rows, taken))
+        count -= len(rows)
+    if len(found) == 1:
+        rows, taken = found[0]
+    else:  # none at the end of an epoch, several where trajectories have gone
+        rows, taken = (np.concatenate([_NONE, *(part[i] for part in found)]) for i in (0, 1))
+    given = (*given, (delivery, delivery.attempt, taken))
+    newest = (sight.owner, view.first_number + view.stop)
+    return rows, _Place(epoch, listing, order, position, ahead, returned, given, newest)
+
+
+def _settled(returned: Array, given: tuple[_Given, ...]) -> tuple[Array, tuple[_Given, ...]]:
+    """What comes again, with the batches that were in vain, and those that are on their way."""
+    in_vain, on_way = [], []
+    for batch in given:
+        delivery, attempt, indices = batch
+        if attempt < delivery.attempt:
+            in_vain.append(indices)
+        elif not delivery.has_come:
+            on_way.append(batch)
+    return np.concatenate([*in_vain, returned]) if in_vain else returned, tuple(on_way)
 
 
 class Permutation:

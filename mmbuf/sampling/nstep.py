@@ -18,16 +18,25 @@ import numpy as np
 
 from mmbuf.arguments import number, told, whole
 from mmbuf.errors import SchemaError
+from mmbuf.sampling.derived import Follower
 from mmbuf.sampling.draw import Draw, Sampler, Sight, any_of, column_of, flat
-from mmbuf.sampling.episodes import DONES, MAX_LEFT, TERMINATIONS, TRUNCATIONS, Episodes
+from mmbuf.sampling.episodes import (
+    DONES,
+    MAX_LEFT,
+    TERMINATIONS,
+    TRUNCATIONS,
+    Episodes,
+    stride_of,
+)
 from mmbuf.sampling.uniform import Uniform
 from mmbuf.schema import Array, Column, Path, Schema
+from mmbuf.slots import NUM_ENVS
 
 _REWARDS: Path = ("rewards",)
 _FLAGS = (DONES, TERMINATIONS, TRUNCATIONS)
 
 
-class NStep(Sampler):
+class NStep(Follower):
     """Rows whose ``rewards`` are discounted sums over up to ``n`` steps of their episode.
 
     ``next_obs`` and the flags are those of the last step that was summed, and the new key
@@ -57,7 +66,6 @@ class NStep(Sampler):
         self._ahead = np.arange(n)
         self._episodes = Episodes()
         self._discounts = self._powers.astype(np.float32)
-        self._known: tuple[Schema, Column, frozenset[Path]] | None = None  # of the last schema
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         view = sight.view
@@ -66,17 +74,14 @@ class NStep(Sampler):
                 "rows: expected a sampler of this buffer's own, got one that has drawn from "
                 "another. Make one for each."
             )
-        with self._lock:
-            self._episodes.follow(sight)
-            draw = self.rows.draw(sight, num_chunks, generator)
-            if draw.shape or draw.moved or draw.replaced:
-                raise ValueError("rows: expected a sampler of single rows.")
-            rows = draw.rows
-            steps = np.minimum(self._episodes.left.take(rows - view.low), self.n).astype(np.int64)
-            stride = self._episodes.stride_of(view, rows)
-            if self._known is None or self._known[0] is not sight.schema:
-                self._known = (sight.schema, _rewards_of(sight), _moved(sight.schema))
-            _, column, moved = self._known
+        left, stride, column, moved = self._known(sight)
+        draw = self.rows.draw(sight, num_chunks, generator)
+        if draw.shape or draw.moved or draw.replaced:
+            raise ValueError("rows: expected a sampler of single rows.")
+        rows = draw.rows
+        steps = np.minimum(left.take(rows - view.low), self.n).astype(np.int64)
+        if stride is None:
+            stride = view.facts[NUM_ENVS].take(view.slots_of(rows))
         last = steps - 1
         draw.moved = (moved, rows + last * stride)
         ahead = self._ahead[: steps.max(), None]
@@ -85,6 +90,12 @@ class NStep(Sampler):
         draw.added["discount"] = np.empty(0)  # its name is taken; its value follows
         draw.derive = partial(self._discount, steps)
         return draw
+
+    def _see(self, sight: Sight) -> tuple[Array, int | None, Column, frozenset[Path]]:
+        """Of each row the steps that are left, and `stride_of`; the rewards, what is moved."""
+        self._episodes.follow(sight)
+        column, moved = _rewards_of(sight), _moved(sight.schema)
+        return self._episodes.left, stride_of(sight.view), column, moved
 
     def _discount(self, steps: Array, columns: Mapping[Path, Array]) -> dict[str, Array]:
         """What the value behind the last of ``steps`` counts, from the flags of that one."""

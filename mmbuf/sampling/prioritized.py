@@ -7,11 +7,12 @@ weight ``(N P(i))^-beta``, divided by the largest of its batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from mmbuf import shield
 from mmbuf.arguments import number
 from mmbuf.errors import EmptyBufferError
 from mmbuf.sampling.derived import Derived
@@ -21,6 +22,15 @@ from mmbuf.schema import Array
 from mmbuf.slots import UUID_MARK
 
 _MOST = 1e290  # of p^alpha, so that no sum of them is infinite
+
+
+class _Update(NamedTuple):
+    """Priorities that were accepted."""
+
+    leaves: Array
+    values: Array  # p^alpha
+    handles: Array
+    num_late: int
 
 
 class Prioritized(Sampler):
@@ -43,23 +53,45 @@ class Prioritized(Sampler):
             _finite(name, value) for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps))
         )
         self._rows = _Priorities()
+        # Accepted, and not in the tree as a whole yet: an interrupted one is put there again.
+        self._update: _Update | None = None
         self._updated: list[Array] = []  # handles, since the last draw
         self._num_late = 0
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
+        self._check_is_outside()
+        while (found := self._find(sight, num_chunks, generator)) is None:
+            shield.run(self._follow, sight)
+        leaves, shares, low = found
+        weights = (shares * (sight.view.high - sight.view.low)) ** -self.beta
+        weights /= weights.max()
+        return Draw(leaves + low, added={"weights": weights.astype(np.float32)})
+
+    def _find(
+        self, sight: Sight, num_chunks: int, generator: np.random.Generator
+    ) -> tuple[Array, Array, int] | None:
+        """Leaves, their shares of the whole, and what makes rows of them.
+
+        None where the sight has to be followed first.
+        """
         with self._lock:
             rows = self._rows
-            rows.follow(sight)
-            self._count_late()
+            if not rows.is_at(sight):
+                return None
+            self._finish_update()
+            if self._updated:
+                self._updated = []
             total = rows.tree.total
             if not total > 0:
                 raise EmptyBufferError("sample: expected a row with a priority above 0, got none.")
             leaves = rows.tree.find(generator.random(num_chunks) * total)
-            shares = rows.tree.leaves[leaves] / total
-            low = sight.view.low - rows.first_leaf
-        weights = (shares * (sight.view.high - sight.view.low)) ** -self.beta
-        weights /= weights.max()
-        return Draw(leaves + low, added={"weights": weights.astype(np.float32)})
+            return leaves, rows.tree.leaves[leaves] / total, sight.view.low - rows.first_leaf
+
+    def _follow(self, sight: Sight) -> None:
+        with self._lock:
+            self._finish_update()
+            self._rows.follow(sight)
+            self._count_late()
 
     def update_priorities(self, handles: torch.Tensor | Array, priorities: Any) -> None:
         """Set the priorities of the rows of ``handles``: int64 ``[K, 2]`` from ``batch["info"]``.
@@ -84,19 +116,32 @@ class Prioritized(Sampler):
                 f"priorities: expected (p + eps)^alpha of at most {_MOST:g}, "
                 f"got p = {values.max():g}."
             )
+        self._check_is_outside()
         with self._lock:
+            self._finish_update()
             leaves = self._rows.leaves_of(handles)
             is_there = leaves >= 0
-            self._num_late += len(leaves) - int(is_there.sum())
-            self._rows.set(leaves[is_there], powers[is_there])
-            self._updated.append(handles[is_there])
+            num_late = len(leaves) - int(is_there.sum())
+            update = _Update(leaves[is_there], powers[is_there], handles[is_there], num_late)
+            self._update = update  # from here on it is made, by whatever call comes next
+            self._finish_update()
+
+    def _finish_update(self) -> None:
+        """Put what was accepted into the tree; once more where that was interrupted."""
+        update = self._update
+        if update is not None:
+            self._rows.set(update.leaves, update.values)
+            # At once: nothing is called.
+            self._num_late += update.num_late
+            self._updated += [update.handles]
+            self._update = None
 
     def _count_late(self) -> None:
         """Count the updates whose rows had left already, and were not known to have."""
         if self._updated and self._rows.has_changed:
             leaves = self._rows.leaves_of(np.concatenate(self._updated))
             self._num_late += int((leaves < 0).sum())
-        self._updated.clear()
+        self._updated = []
 
     def get_stats(self) -> dict[str, Any]:
         """``late_updates``: priorities that came when their row had left the window."""
@@ -105,15 +150,16 @@ class Prioritized(Sampler):
     def state_dict(self) -> dict[str, Any]:
         """The priorities of all rows, by trajectory; tensors and numbers."""
         with self._lock:
-            return self._rows.state_dict()
+            return self._rows.state_dict(self._update)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the priorities of a `state_dict`, for the trajectories that are in it."""
+        rows = _Priorities()
+        rows.load_state_dict(state)
+        self._check_is_outside()
         with self._lock:
-            rows = _Priorities()
-            rows.load_state_dict(state)
-            self._rows = rows
-            self._updated.clear()
+            # At once: nothing is called.
+            self._rows, self._update, self._updated = rows, None, []
 
 
 def _finite(name: str, value: Any) -> float:
@@ -172,6 +218,7 @@ class _Priorities(Derived):
         return np.where(is_there, self.first_leaf + begins[at] + rows, -1)
 
     def set(self, leaves: Array, values: Array) -> None:
+        """May be interrupted, and is whole when it is called again."""
         if len(leaves):
             self._highest = max(self._highest, float(values.max()))
             self.tree.set(leaves, values)
@@ -183,8 +230,13 @@ class _Priorities(Derived):
     def _values(self) -> Array:
         return self.tree.leaves[self.first_leaf : self._stop_leaf]
 
-    def state_dict(self) -> dict[str, Any]:
-        marks, lengths, values = self._all_marks(), self._lengths.live, self._values()
+    def state_dict(self, update: _Update | None = None) -> dict[str, Any]:
+        """With an update that may be half made."""
+        marks, lengths = self._all_marks(), self._lengths.live
+        values, highest = self._values().copy(), self._highest
+        if update is not None and len(update.leaves):
+            values[update.leaves - self.first_leaf] = update.values
+            highest = max(highest, float(update.values.max()))
         if self._saved:  # loaded, and not drawn from since
             known = set(marks.tolist())
             late = [mark for mark in self._saved if mark not in known]
@@ -194,8 +246,8 @@ class _Priorities(Derived):
         return {
             "marks": torch.from_numpy(np.array(marks, np.int64)),
             "lengths": torch.from_numpy(np.array(lengths, np.int64)),
-            "values": torch.from_numpy(np.array(values, np.float64)),
-            "highest": self._highest,
+            "values": torch.from_numpy(values),
+            "highest": highest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

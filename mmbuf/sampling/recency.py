@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf import shield
 from mmbuf.arguments import number
 from mmbuf.errors import EmptyBufferError
-from mmbuf.sampling.derived import Derived, Fifo, blocks
+from mmbuf.sampling.derived import Derived, Fifo, Follower, blocks
 from mmbuf.sampling.draw import Draw, Sampler, Sight, column_of, flat
 from mmbuf.schema import Array, Path
 
@@ -42,7 +43,7 @@ class Recent(Sampler):
         return Draw(rows)
 
 
-class FreshVersions(Sampler):
+class FreshVersions(Follower):
     """Rows whose ``versions`` lag at most ``max_lag`` behind the newest one of the window.
 
     Uniform with replacement over these. Where a row has several versions its oldest counts.
@@ -56,34 +57,31 @@ class FreshVersions(Sampler):
             raise ValueError(f"max_lag: expected at least 0, got {max_lag}.")
         self.max_lag = max_lag
         self._runs = _VersionRuns()
-        self._fresh: tuple[object, Array, Array] | None = None  # view, firsts and counts of runs
         self._excluded: dict[float, int] = {}
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
-        with self._lock:
-            runs = self._runs
-            runs.follow(sight)
-            if self._fresh is None or self._fresh[0] is not sight.view:
-                self._choose(sight)
-            assert self._fresh is not None
-            _, firsts, counts = self._fresh
+        firsts, counts = self._known(sight)
         draws = generator.integers(0, counts[-1], num_chunks)
         chosen = counts.searchsorted(draws, "right")
         return Draw(firsts[chosen] + draws)
 
-    def _choose(self, sight: Sight) -> None:
+    def _see(self, sight: Sight) -> tuple[Array, Array]:
+        """Of each fresh run what is added to a draw of all fresh rows for its row, and the counts.
+
+        Cumulative, of their rows.
+        """
         runs = self._runs
+        runs.follow(sight)
         versions, lengths = runs.versions.live, runs.lengths.live
         is_fresh = versions >= np.fmax.reduce(versions) - self.max_lag
         if not is_fresh.any():
             raise EmptyBufferError("sample: expected versions that are numbers, got NaN only.")
         counts = lengths[is_fresh].cumsum()
         firsts = runs.firsts.live[is_fresh] + sight.view.low - runs.num_dropped_rows
-        # What is added to a draw of all fresh rows for its row.
-        self._fresh = (sight.view, firsts - (counts - lengths[is_fresh]), counts)
         stale, inverse = np.unique(versions[~is_fresh], return_inverse=True)
         num_rows = np.bincount(inverse, lengths[~is_fresh], len(stale)).astype(np.int64)
         self._excluded = dict(zip(stale.tolist(), num_rows.tolist(), strict=True))
+        return firsts - (counts - lengths[is_fresh]), counts
 
     def get_stats(self) -> dict[str, Any]:
         """``excluded_versions``: the rows of each version that the last draw left out."""
@@ -112,6 +110,7 @@ class _VersionRuns(Derived):
     def _add(self, sight: Sight, first: int, lengths: Array) -> None:
         column_of(sight, _VERSIONS, "FreshVersions")
         for block in blocks(lengths, _BLOCK_ROWS):
+            shield.check()
             low = int(sight.view.starts[first + block.start])
             num_rows = int(lengths[block].sum())
             (found,) = sight.read([_VERSIONS], np.arange(low, low + num_rows))

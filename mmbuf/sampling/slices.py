@@ -7,11 +7,13 @@ import numpy as np
 from mmbuf.arguments import whole
 from mmbuf.batch import check_room
 from mmbuf.errors import EmptyBufferError
-from mmbuf.sampling.draw import Draw, Sampler, Sight
+from mmbuf.sampling.derived import Follower
+from mmbuf.sampling.draw import Draw, Sight
 from mmbuf.sampling.episodes import Episodes
+from mmbuf.schema import Array
 
 
-class Slices(Sampler):
+class Slices(Follower):
     """``num_chunks`` sequences of ``length`` consecutive steps: batches ``[K, L, ...]``.
 
     Each is of one environment and inside one episode; every step that a whole sequence can start at
@@ -30,22 +32,19 @@ class Slices(Sampler):
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         check_room(sight.schema, num_chunks * self.length)
-        with self._lock:
-            episodes = self._episodes
-            episodes.follow(sight)
-            counts, base = episodes.starts(self.length, pad=self.pad)
-            num_starts = int(counts[-1]) - base
-            if not num_starts:
-                raise EmptyBufferError(
-                    f"sample: expected episodes of {self.length} steps or more, got none. "
-                    f"Use a smaller length, or pad=True."
-                )
-            draws = generator.integers(base, base + num_starts, num_chunks)
-            chosen = counts.searchsorted(draws, "right")
-            firsts, num_steps, strides = episodes.table.take(chosen, 0).T
-            # From the last start of its episode back, as the counts run up to there.
-            starts = np.maximum(num_steps - self.length + 1, int(self.pad)) + draws - counts[chosen]
-            firsts = firsts + starts * strides + (sight.view.low - episodes.num_dropped_rows)
+        table, counts, base, num_dropped_rows = self._known(sight)
+        num_starts = int(counts[-1]) - base
+        if not num_starts:
+            raise EmptyBufferError(
+                f"sample: expected episodes of {self.length} steps or more, got none. "
+                f"Use a smaller length, or pad=True."
+            )
+        draws = generator.integers(base, base + num_starts, num_chunks)
+        chosen = counts.searchsorted(draws, "right")
+        firsts, num_steps, strides = table.take(chosen, 0).T
+        # From the last start of its episode back, as the counts run up to there.
+        starts = np.maximum(num_steps - self.length + 1, int(self.pad)) + draws - counts[chosen]
+        firsts = firsts + starts * strides + (sight.view.low - num_dropped_rows)
         steps = np.arange(self.length)
         shape = (num_chunks, self.length)
         if not self.pad:
@@ -55,3 +54,10 @@ class Slices(Sampler):
         return Draw(
             (firsts[:, None] + strides[:, None] * steps).reshape(-1), shape, added={"mask": mask}
         )
+
+    def _see(self, sight: Sight) -> tuple[Array, Array, int, int]:
+        """The episodes, where slices may start, and `Derived.num_dropped_rows`."""
+        episodes = self._episodes
+        episodes.follow(sight)
+        counts, base = episodes.starts(self.length, pad=self.pad)
+        return episodes.table, counts, base, episodes.num_dropped_rows

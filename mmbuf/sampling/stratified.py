@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf import shield
 from mmbuf.arguments import number, text, told, whole
 from mmbuf.entry import Entry
 from mmbuf.errors import EmptyBufferError, SchemaError
-from mmbuf.sampling.derived import Derived, blocks
-from mmbuf.sampling.draw import Draw, Sampler, Sight, flat
+from mmbuf.sampling.derived import Derived, Follower, blocks
+from mmbuf.sampling.draw import Draw, Sight, flat
 from mmbuf.schema import Array, Column
 
 _ATTRIBUTES = ("model_weights_id", "max_episode_length", "trajectory_id")
@@ -21,7 +22,7 @@ _BLOCK_ROWS = 1 << 18
 _log = logging.getLogger("mmbuf")
 
 
-class Stratified(Sampler):
+class Stratified(Follower):
     """Rows with replacement, so many from each stratum: the trajectories of one value of ``by``.
 
     ``by`` is an attribute of the index (``model_weights_id``, ``max_episode_length``), the dotted
@@ -56,8 +57,7 @@ class Stratified(Sampler):
         self._numbers = {value: i for i, value in enumerate(self.quotas)}
         self._shares = np.array(list(self.quotas.values()), np.float64)
         self._strata = _Strata(by, self._numbers)
-        self._counts: tuple[object, Array, Array, Array] | None = None
-        self._num_small = dict.fromkeys(self.quotas, 0)
+        self._num_small = [0] * len(self.quotas)
         self._told: set[Any] = set()  # values that were empty
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
@@ -66,21 +66,17 @@ class Stratified(Sampler):
                 f"num_chunks: expected {sum(self.quotas.values())}, the sum of the quotas, "
                 f"got {num_chunks}."
             )
-        with self._lock:
-            self._strata.follow(sight)
-            if self._counts is None or self._counts[0] is not sight.view:
-                self._count(sight)
-            assert self._counts is not None
-            _, firsts, ends, borders = self._counts
-            sizes = np.diff(borders)
-            quotas = self._quotas_for(num_chunks, sizes)
-            self._note_small(_apportioned(self._shares, num_chunks), sizes)
+        firsts, ends, borders = self._known(sight)
+        sizes = np.diff(borders)
+        quotas = self._quotas_for(num_chunks, sizes)
+        self._note_small(_apportioned(self._shares, num_chunks), sizes)
         draws = generator.integers(np.repeat(borders[:-1], quotas), np.repeat(borders[1:], quotas))
         rows = firsts[ends.searchsorted(draws, "right")] + draws
         return Draw(generator.permutation(rows))
 
-    def _count(self, sight: Sight) -> None:
+    def _see(self, sight: Sight) -> tuple[Array, Array, Array]:
         """Rows of the window put in the order of their strata, as cumulative counts."""
+        self._strata.follow(sight)
         view = sight.view
         codes = self._strata.codes
         order = codes.argsort(kind="stable")
@@ -90,7 +86,7 @@ class Stratified(Sampler):
         ends = lengths[order].cumsum()
         firsts = starts[order] - (ends - lengths[order])
         sizes = np.bincount(codes[order], lengths[order], len(self.quotas)).astype(np.int64)
-        self._counts = (view, firsts, ends, np.concatenate([[0], sizes.cumsum()]))
+        return firsts, ends, np.concatenate([[0], sizes.cumsum()])
 
     def _quotas_for(self, num_chunks: int, sizes: Array) -> Array:
         shares = np.where(sizes > 0, self._shares, 0.0)
@@ -104,13 +100,18 @@ class Stratified(Sampler):
         for i in (sizes < quotas).nonzero()[0].tolist():
             value = list(self.quotas)[i]
             if not sizes[i] and value not in self._told:
+                shield.run(self._tell, value)
+            self._num_small[i] += 1
+
+    def _tell(self, value: Any) -> None:
+        with self._lock:
+            if value not in self._told:
                 self._told.add(value)
                 _log.warning("Stratified: no trajectory of %r is in the window.", value)
-            self._num_small[value] += 1
 
     def get_stats(self) -> dict[str, Any]:
         """``small_strata``: how often each value had fewer rows than its quota."""
-        return {"small_strata": dict(self._num_small)}
+        return {"small_strata": dict(zip(self.quotas, self._num_small, strict=True))}
 
 
 def _quota_of(value: Any) -> int | float:
