@@ -54,11 +54,11 @@ TWO = [
 ]
 NO_INTS = [
     *(True, np.True_, torch.tensor(True), 2.0, np.float64(2), torch.tensor(2.0), "2", np.str_("2")),
-    *(b"2", 2j, np.array([2]), torch.tensor([2]), [2], (2,), {}, {2}, object(), uuid.UUID(int=2)),
+    *(b"2", 2j, np.array([2]), torch.tensor([2]), [2], (2,), {}, {2}, ..., uuid.UUID(int=2)),
     *(float("nan"), np.timedelta64(2, "s"), np.array("2"), torch.empty((), device="meta"), len),
 ]
 TEXT = ["arrow", np.str_("arrow"), Word.ARROW]
-NO_TEXT = [None, b"arrow", 2, 2.0, True, uuid.UUID(int=2), ["arrow"], {"arrow": 1}, object(), str]
+NO_TEXT = [None, b"arrow", 2, 2.0, True, uuid.UUID(int=2), ["arrow"], {"arrow": 1}, ..., str]
 
 
 # -- each kind of argument -------------------------------------------------------------------------
@@ -179,7 +179,7 @@ SEEDS = [
 NO_SEEDS = [
     *(True, np.True_, -1, np.int64(-1), "a", b"ab", bytearray(b"ab"), 1.5, float("nan"), [1, None]),
     *([True], [[1]], {1: 2}, {1}, 1 << 4096, 10**5000, np.array([1.5]), np.array([[1]])),
-    *(torch.tensor(True), torch.tensor(1.5), np.random.SeedSequence(3), [-1], object()),
+    *(torch.tensor(True), torch.tensor(1.5), np.random.SeedSequence(3), [-1], ...),
 ]
 
 
