@@ -19,14 +19,17 @@ _LIFE_S = 110  # less than a test may take
 class Child:
     """``function(pipe, *arguments)`` in a forked process; the pipe's other end is `pipe`.
 
-    As a context manager it is killed at the end of the block, unless it has ended.
+    As a context manager it is killed at the end of the block, unless it has ended. It ends by
+    itself after ``life_s`` at the latest.
     """
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *arguments: Any, life_s: int = _LIFE_S
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_run, args=(function, theirs, self.pipe, arguments), daemon=True
+            target=_run, args=(function, theirs, self.pipe, arguments, life_s), daemon=True
         )
         with warnings.catch_warnings():
             # Newer Pythons warn of forks beside threads; that is what is tested.
@@ -55,6 +58,17 @@ class Child:
         assert self._process.exitcode == 0
         return item
 
+    def send_signal(self, number: int) -> None:
+        """A signal; none to a child that has ended."""
+        if self._process.is_alive():
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended; None while it lives."""
+        return self._process.exitcode
+
     def kill(self) -> None:
         """By SIGKILL."""
         self._process.kill()
@@ -79,10 +93,14 @@ class Parent:
 
 
 def _run(
-    function: Callable[..., Any], pipe: Connection, theirs: Connection, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    pipe: Connection,
+    theirs: Connection,
+    arguments: tuple[Any, ...],
+    life_s: int,
 ) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own is the parent's
-    signal.alarm(_LIFE_S)  # ends the child should it hang
+    signal.alarm(life_s)  # ends the child should it hang
     theirs.close()
     torch.set_num_threads(1)  # torch's own threads do not come through a fork
     try:
