@@ -17,12 +17,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from children import Child
+
 from attack import readers, trainer
 from attack.board import Slot
 from attack.process import PATIENCE_S, Orders, Papers
 from attack.rows import serial_of
-from children import Child
-
 from mmbuf import ReplayReader, health
 
 _STARTING_S = 60.0

@@ -22,10 +22,10 @@ from random import Random
 from types import FrameType
 from typing import Any, Protocol
 
-from attack.board import Ring, Slot
 from children import Parent
 
 import mmbuf
+from attack.board import Ring, Slot
 from mmbuf import vm
 
 PATIENCE_S = 30.0  # for one call

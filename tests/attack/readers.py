@@ -12,13 +12,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from children import Parent
+
 from attack import rows
 from attack.model import State
 from attack.process import Papers, Process
 from attack.rows import Drawer, Drawing, Drawn
 from attack.trainer import OVER
-from children import Parent
-
 from mmbuf import EmptyBufferError, ReplayReader, SchemaError, TrajectoryReplayBuffer
 
 _OWN = rows.MAX_SERIAL // 2  # serials from here on are of what is added in memory only

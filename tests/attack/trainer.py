@@ -19,12 +19,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from children import Parent
+
 from attack import rows
 from attack.model import Content, Listing, Model
 from attack.process import PATIENCE_S, Ended, Papers, Process
 from attack.rows import Drawer, Drawing, Drawn
-from children import Parent
-
 from mmbuf import (
     Channel,
     ClosedError,
