@@ -373,6 +373,8 @@ def shard(contents: Contents, rank: int, world_size: int) -> Contents:
     for trajectory_id in ids[start : start + share + (rank < remainder)]:
         part.add(contents.entries[trajectory_id])
     step = contents.id_step
+    if world_size * step >= MAX_NUMBER:
+        raise MmbufError(f"world_size: expected ids below {MAX_NUMBER}, got steps of {step}.")
     part.count_from(contents.trajectory_counter + rank * step, world_size * step)
     return part
 

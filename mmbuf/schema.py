@@ -239,6 +239,17 @@ class Schema:
             self._shapes = {**dict([*self._shapes.items()][-3:]), sizes: shapes}
         return shapes
 
+    def check_rows(self, rows: Sequence[int], num_steps: int, num_envs: int) -> None:
+        """SchemaError unless columns of so many ``rows`` can be those of one ``[T, B, ...]``."""
+        for column, n in zip(self.columns, rows, strict=True):
+            steps, odd = divmod(n, num_envs)
+            if odd:
+                raise SchemaError(
+                    f"column {column.name!r}: expected rows of B = {num_envs}, got {n}."
+                )
+            if steps != num_steps:
+                _extra_steps(column, steps, num_envs, num_steps, num_envs)
+
     def to_json(self) -> list[dict[str, Any]]:
         return [
             {"path": list(c.path), "dtype": c.dtype, "row_shape": list(c.row_shape)}
@@ -259,7 +270,7 @@ def _column_from_json(json: dict[str, Any]) -> Column:
     "".join(path).encode()  # UnicodeEncodeError, a ValueError, for keys that no file can hold
     if len(path) > MAX_NESTING + 1:
         raise ValueError(f"a path of {len(path)} keys")
-    if len(row_shape) > _MAX_DIMENSIONS:
+    if len(row_shape) > _MAX_DIMENSIONS or (row_shape and json["dtype"] == TEXT):
         raise ValueError(f"a row shape {row_shape}")
     if math.prod(max(1, size) for size in row_shape) >= _MAX_VALUES:
         raise ValueError(f"a row shape {row_shape}")

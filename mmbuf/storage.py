@@ -14,7 +14,7 @@ from mmbuf import files
 from mmbuf.adapters import pkl, pt
 from mmbuf.arguments import text
 from mmbuf.entry import Entry, Part
-from mmbuf.errors import CorruptError
+from mmbuf.errors import CorruptError, SchemaError
 from mmbuf.formats import arrow, npy
 from mmbuf.schema import Array, Schema, TextTable
 
@@ -139,38 +139,41 @@ def check_entries(schema: Schema, items: Iterable[tuple[Entry, str]]) -> None:
     ``items`` are entries and their directories. What passes can be given a place, however little
     of it may be true; the rest is checked when a file is opened (`Format.opened`).
     """
-    layouts: dict[int, tuple[int, int]] = {}  # equal parts of a journal are one object
+    # Equal parts of a journal are one object. Of each layout the bytes that no file of it lacks.
+    layouts: dict[tuple[int, tuple[int, ...]], int] = {}
     for entry, directory in items:
         if entry.format not in FORMATS:
             raise CorruptError(
                 files.join(directory, entry.file),
                 f"expected a format among {list(FORMATS)}, got {entry.format!r}.",
             )
-        found = layouts.get(id(entry.parts))
-        if found is None:
+        layout = id(entry.parts), entry.shape[:2]
+        num_bytes = layouts.get(layout)
+        if num_bytes is None:
             if len(entry.parts) != len(schema.columns) or not entry.parts:
                 raise CorruptError(
                     files.join(directory, entry.file),
                     f"expected {len(schema.columns)} columns in the index, got {len(entry.parts)}.",
                 )
-            found = layouts[id(entry.parts)] = _rows_and_bytes(entry.parts, schema)
-        num_rows, num_bytes = found
-        if not entry.num_samples <= num_rows or num_bytes > entry.size_bytes:
+            try:
+                schema.check_rows([part.rows for part in entry.parts], *entry.shape[:2])
+            except SchemaError as error:
+                raise CorruptError(files.join(directory, entry.file), str(error)) from error
+            num_bytes = layouts[layout] = _fewest_bytes(entry.parts, schema)
+        if num_bytes > entry.size_bytes:
             raise CorruptError(
                 files.join(directory, entry.file),
-                f"expected {entry.num_samples} rows or more in {entry.size_bytes} bytes, "
-                f"got {num_rows} in {num_bytes}.",
+                f"expected {num_bytes} bytes or more of its rows, got {entry.size_bytes}.",
             )
 
 
-def _rows_and_bytes(parts: Sequence[Part], schema: Schema) -> tuple[int, int]:
-    """The rows of the shortest column, and bytes that no file of such columns lacks."""
-    sizes = [
+def _fewest_bytes(parts: Sequence[Part], schema: Schema) -> int:
+    """Bytes that no file of such columns lacks."""
+    return max(
         # Of text a file may have less than we do.
         0 if column.is_text else column.row_bytes * part.rows
         for column, part in zip(schema.columns, parts, strict=True)
-    ]
-    return min(part.rows for part in parts), max(sizes)
+    )
 
 
 def write(

@@ -29,7 +29,7 @@ from data import (
 from mmbuf import files, storage
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
-from mmbuf.formats import arrow, npy
+from mmbuf.formats import arrow, native, npy
 from mmbuf.schema import Array, Schema, interleave, measure
 from mmbuf.storage import Format, Source
 
@@ -471,3 +471,38 @@ def test_neither_success_nor_failure_leaves_a_descriptor_open(small: Written) ->
         small.describe()
     assert num_descriptors() == before
     assert len(leaves) == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("added_at", (float("nan"), float("inf"), 1e308, -1, "5", True, None)),
+        ("trajectory_id", (True, 7.0, "7", None, -1, 1 << 62)),
+        ("max_episode_length", (True, 80.0, "80", None, -1, 1 << 62)),
+        ("model_weights_id", (True, 7, None, ["a"])),
+        ("shape", ("43", [4.0, 3], [True, 3], [2, 3], [4, 2], [1 << 40, 1])),
+        ("version", (True, 1.0, "1", None, 0)),
+        ("rows", (True, 12.0, "12", None, 11, 24)),
+    ],
+)
+def test_a_header_of_other_values_than_are_written_is_corrupt(
+    format_: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, values: Any
+) -> None:
+    honest = native.to_json
+    for number, value in enumerate(values):
+
+        def to_json(*arguments: Any, value: Any = value) -> dict[str, Any]:
+            header = honest(*arguments)
+            (header["columns"][0] if key == "rows" else header)[key] = value
+            return header
+
+        monkeypatch.setattr(native, "to_json", to_json)
+        file = write(format_, tmp_path / f"{number}{format_.EXTENSION}", trajectory(3))
+        for look in (file.describe, lambda file=file: verify(file)):
+            with pytest.raises(CorruptError) as error:
+                look()
+            assert error.value.path.startswith(str(file.path))
+
+
+def verify(file: Written) -> None:
+    file.format.verify(str(file.path), file.entry, file.schema)

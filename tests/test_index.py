@@ -26,6 +26,8 @@ from mmbuf.errors import CorruptError, LockedError, VersionError
 from mmbuf.index import INDEX, JOURNAL, METADATA, Contents, TrajectoryIndex
 from mmbuf.schema import Column, Schema
 
+NAN, INFINITY = float("nan"), float("inf")
+COLUMN = {"path": ["a"], "dtype": "bool", "row_shape": [2]}
 SCHEMA = Schema([Column(("obs", "states"), "float32", (3,)), Column(("task",), "text", ())])
 
 
@@ -501,6 +503,75 @@ def test_a_whole_line_that_is_no_event_is_corrupt(tmp_path: Path, event: dict[st
     with pytest.raises(CorruptError) as error:
         index.read(str(tmp_path))
     assert (error.value.path, error.value.offset) == (str(tmp_path / JOURNAL), size)
+
+
+INTS = (True, 5.0, "5", None, [5], -1, 1 << 62, NAN, 1e308)
+TEXTS = (True, 5, None, ["a"], {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("added_at", (NAN, INFINITY, -INFINITY, 1e308, 1e11, -1, 10**400, "5", True, None, [5])),
+        ("trajectory_id", INTS),
+        ("max_episode_length", INTS),
+        ("size_bytes", INTS),
+        ("shape", ([True, 2], [6.0, 2], ["6", 2], [1 << 40, 2], [1 << 62, 1 << 62], "12", {})),
+        ("parts", ([[0, True], [0, 12]], [[0, 12.0], [0, 12]], [["0", 12]], [[0, 1 << 40]])),
+        *((key, TEXTS) for key in ("model_weights_id", "format", "file", "uuid")),
+    ],
+)
+def test_a_value_of_another_kind_than_was_written_is_corrupt(
+    tmp_path: Path, key: str, values: tuple[Any, ...]
+) -> None:
+    write_store(tmp_path, 2)
+    journal = (tmp_path / JOURNAL).read_bytes()
+    for value in values:
+        event = {"event": "add", "entry": {**entry(5).to_json(), key: value}}
+        (tmp_path / JOURNAL).write_bytes(journal + line_of(event))
+        with pytest.raises(CorruptError) as error:
+            index.read(str(tmp_path))
+        assert (error.value.path, error.value.offset) == (str(tmp_path / JOURNAL), len(journal))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *({"event": "clear", "trajectory_counter": value} for value in INTS),
+        *({"event": "drop", "trajectory_ids": [value]} for value in INTS),
+        {"event": "drop", "trajectory_ids": "01"},
+        *({"event": "boot", "id": value} for value in TEXTS),
+        *({"event": value} for value in TEXTS),
+        *(
+            {"event": "schema", "version": value, "columns": []}
+            for value in (*INTS, 0)
+            if value != 1 << 62
+        ),
+        *(
+            {"event": "schema", "version": 1, "columns": [{**COLUMN, key: value}]}
+            for key, value in (
+                *(("path", value) for value in ("ab", [1], [None], {"a": 1})),
+                *(("dtype", value) for value in TEXTS),
+                *(("row_shape", value) for value in ("12", [True], [2.0], ["2"], [-1])),
+            )
+        ),
+        {"event": "schema", "version": 1, "columns": [{**COLUMN, "dtype": "text"}]},
+    ],
+    ids=lambda event: json.dumps(event)[:60],
+)
+def test_an_event_of_other_kinds_of_values_is_corrupt(tmp_path: Path, event: Any) -> None:
+    write_store(tmp_path, 2)
+    size = (tmp_path / JOURNAL).stat().st_size
+    append(tmp_path, line_of(event))
+    with pytest.raises(CorruptError) as error:
+        index.read(str(tmp_path))
+    assert (error.value.path, error.value.offset) == (str(tmp_path / JOURNAL), size)
+
+
+def test_the_time_of_addition_may_be_unknown_or_whole(tmp_path: Path) -> None:
+    for added_at in (0, 0.0, 1_700_000_000, 99_999_999_999.5):
+        found = Entry.from_json({**entry(5).to_json(), "added_at": added_at})
+        assert (type(found.added_at), found.added_at) == (float, added_at)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from mmbuf import ReplayReader, TrajectoryReplayBuffer, files, storage
-from mmbuf.entry import Entry
+from mmbuf.entry import Entry, Part
 from mmbuf.errors import CorruptError
-from mmbuf.schema import measure
+from mmbuf.schema import Column, Schema, measure
 
 FORMATS = list(storage.FORMATS)
 
@@ -189,3 +190,34 @@ def test_damage_is_not_converted(tmp_path: Path, source: str) -> None:
         with pytest.raises(CorruptError):
             buffer.save_checkpoint(tmp_path / "saved", trajectory_format="pkl")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_right"),
+    [
+        *(((12, 12, 12), True), ((12, 15, 12), True), ((12, 24, 12), True), ((12, 18, 15), True)),
+        *(((15, 12, 12), False), ((11, 12, 12), False), ((12, 13, 12), False)),
+        *(((12, 9, 12), False), ((12, 21, 12), False), ((12, 12, 0), False), ((1, 1, 1), False)),
+    ],
+)
+def test_parts_that_do_not_fit_to_steps_and_environments_are_damage(
+    rows: tuple[int, ...], is_right: bool
+) -> None:
+    schema = Schema([Column((n,), "int8", ()) for n in ("actions", "dones", "prev_values")])
+    parts = tuple(Part(4096 * i, n) for i, n in enumerate(rows))
+    entry = Entry("0" * 32, 3, (4, 3), format="arrow", file="a", size_bytes=1 << 20, parts=parts)
+    if is_right:
+        storage.check_entries(schema, [(entry, "/store")])
+        return
+    with pytest.raises(CorruptError, match=r"^/store/a: column '\w+': expected ") as error:
+        storage.check_entries(schema, [(entry, "/store")])
+    assert error.value.path == "/store/a"
+
+
+def test_equal_parts_are_looked_at_for_each_shape() -> None:
+    schema = Schema([Column(("actions",), "int8", ())])
+    parts = (Part(0, 12),)
+    entry = Entry("0" * 32, 3, (4, 3), format="arrow", file="a", size_bytes=1 << 20, parts=parts)
+    other = dataclasses.replace(entry, shape=(4, 4))
+    with pytest.raises(CorruptError, match="column 'actions': expected T = 4 steps"):
+        storage.check_entries(schema, [(entry, "/store"), (other, "/store")])

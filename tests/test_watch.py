@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -280,6 +281,28 @@ def test_a_terminal_has_a_live_screen_until_ctrl_c(tmp_path: Path) -> None:
         os.close(terminal)
     assert (shown.returncode, errors) == (0, "")
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"format": "arrow"', b'"format": "xx"', "expected a format among .*, got 'xx'"),
+        (b'"added_at": ', b'"added_at": 1e308, "x": ', "not an event: .*added_at 1e"),
+        (b'"parts": [', b'"parts": [[0, 1], ', "expected 2 columns in the index, got 3"),
+    ],
+)
+def test_an_index_that_cannot_be_true_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes, message: str
+) -> None:
+    journal = store(tmp_path / "store", 0, 1) / "journal.jsonl"
+    *lines, last = journal.read_bytes().splitlines()
+    body = last.rpartition(b', "crc"')[0].replace(old, new)
+    forged = body + b', "crc": "%08x"}' % zlib.crc32(body)
+    journal.write_bytes(b"\n".join([*lines, forged, b""]))
+    monkeypatch.setattr(sys, "argv", ["mmbuf", "watch", str(journal.parent), "--once"])
+    with pytest.raises(SystemExit) as failure:
+        cli.main()
+    assert re.match(f"mmbuf: {re.escape(str(tmp_path))}.*: {message}", str(failure.value.code))
 
 
 def test_a_mistake_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

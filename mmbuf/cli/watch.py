@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table as Grid
 
-from mmbuf import files
+from mmbuf import files, storage
 from mmbuf.analysis.episodes import OPEN, Episodes, has_flags
 from mmbuf.analysis.rows import TrajectoryRows
 from mmbuf.cli.screen import AsJson, Paths, console, show_json, told, writer_of
@@ -121,6 +121,9 @@ class Followed:
         for key in news.gone:
             self._items.pop(key, None)
             self._disk_bytes.pop(key, None)
+        if self._stores.schema is not None:
+            come = [(entry, where) for _, entry, where in news.come.values()]
+            storage.check_entries(self._stores.schema, come)
         for key, item in news.come.items():
             self._items[key] = item
             self._disk_bytes[key] = _disk_bytes_of(item)

@@ -103,8 +103,7 @@ def take_apart(header: dict[str, Any], format_name: str, file: str) -> Header:
     entry = Entry(
         checked_uuid(header["uuid"]), *facts_from_json(header), format=format_name, file=file
     )
-    if min(rows, default=0) < entry.num_samples:
-        raise ValueError(f"columns of {rows} rows where there are {entry.num_samples}")
+    schema.check_rows(rows, entry.num_steps, entry.num_envs)
     return Header(entry, schema, rows, [int(column["crc32"], 16) for column in header["columns"]])
 
 
