@@ -241,6 +241,8 @@ class Schema:
 
     def check_rows(self, rows: Sequence[int], num_steps: int, num_envs: int) -> None:
         """SchemaError unless columns of so many ``rows`` can be those of one ``[T, B, ...]``."""
+        if not self.columns:
+            raise SchemaError("trajectory: expected at least one column, got none.")
         for column, n in zip(self.columns, rows, strict=True):
             steps, odd = divmod(n, num_envs)
             if odd:

@@ -254,6 +254,20 @@ def test_the_library_never_prints() -> None:
     assert {name for name in LIBRARY if loud & set(_calls(name))} == set()
 
 
+def test_commands_print_only_what_was_made_printable() -> None:
+    """By ``screen.say``; JSON escapes by itself."""
+    printed = {
+        (name, ast.unparse(node.args[0]) if node.args else "")
+        for name in TREES
+        if name.startswith("cli")
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "typer.echo")
+    }
+    assert {pair for pair in printed if not pair[1].startswith(("json.dumps(", "printable("))} == {
+        ("cli", "f'mmbuf {mmbuf.__version__}'")
+    }
+
+
 def test_the_library_sets_no_global_random_state() -> None:
     own = {"np.random.SeedSequence", "np.random.default_rng"}
     calls = {(name, call) for name in LIBRARY for call in _calls(name)}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mmbuf import arguments, checkpoint, files
+from mmbuf.batch import check_room
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.packages import optional_package
 from mmbuf.pool import BatchPool
@@ -277,6 +278,8 @@ class RayReplayBuffer:
         if not window:
             return None
         self._num_short += len(self._shards.answering) < len(self._shards.all)
+        if self._shards.schema is not None:
+            check_room(self._shards.schema, num_chunks)
         state = self._generator.bit_generator.state if self._config.prefetch else None
         stops = np.cumsum([span.ends[-1] for span in window])
         rows = self._generator.integers(0, stops[-1], num_chunks)
