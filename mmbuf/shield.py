@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 LOOK_S = 0.05  # how often a wait looks whether there is still something to wait for
 _IDLE_S = 10.0  # a worker without work ends
 _PATIENCE_S = 5.0  # how long an interrupted caller waits for what it cannot undo
+_BEGIN_S = 0.5  # how long a worker takes at most from having its turn to its first step
 
 
 class CancelledError(BaseException):
@@ -47,7 +48,10 @@ class _Job:
         self.arguments = arguments
         self.generation = _pool.generation
         self.is_cancelled = False
+        self.has_begun = False
         self.is_done = False
+        self.is_left = False  # by a caller that was interrupted
+        self.left_at: float | None = None
         self.result: Any = None
         self.error: BaseException | None = None
         self.turn = allocate_lock()  # whoever gets it may begin, or see to it that nobody does
@@ -56,6 +60,7 @@ class _Job:
 
     def work(self) -> None:
         if self.turn.acquire(False):
+            self.has_begun = True
             _current.job = self
             try:
                 self.result = self.function(*self.arguments)
@@ -79,16 +84,22 @@ class _Job:
                 _pool.start()
 
     def leave(self) -> None:
-        """End it as soon as that can be, after an interrupt; it has not begun, or it has ended."""
-        self.is_cancelled = True
+        """Wait for the end after an interrupt, or see to it that the job never begins.
+
+        May be interrupted again, and is called again then.
+        """
         if self.turn.acquire(False):
+            self.is_left = True
             return
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self.is_done and time.monotonic() < deadline:
-            try:
-                self.end.acquire(timeout=LOOK_S)
-            except BaseException:  # another interrupt; the first one is on its way already
-                continue
+        if self.left_at is None:
+            self.left_at = time.monotonic()
+        # The turn is taken by a worker, which then begins, or by an earlier call of this.
+        while not self.is_done:
+            waited_s = time.monotonic() - self.left_at
+            if waited_s > (_PATIENCE_S if self.has_begun else _BEGIN_S):
+                break
+            self.end.acquire(timeout=LOOK_S)
+        self.is_left = True
 
 
 class _Pool:
@@ -162,7 +173,18 @@ def run(function: Callable[..., _T], *arguments: Any) -> _T:
         if is_given:
             job.wait()
     except BaseException:
-        job.leave()
+        job.is_cancelled = True
+        # More of them may come at any time, and where a loop goes back as well, which is outside of
+        # its `try`. So there are two: that one comes there in each takes two within 0.1 µs.
+        while not job.is_left:
+            try:
+                while not job.is_left:
+                    try:
+                        job.leave()
+                    except BaseException:
+                        continue
+            except BaseException:
+                continue
         raise
     if not is_given:
         return function(*arguments)

@@ -254,3 +254,32 @@ def test_a_storm_of_interrupts_tears_nothing() -> None:
         signal.signal(signal.SIGALRM, before)
     assert raised[0] > 50
     assert ended[0] > 50
+
+
+def test_an_interrupt_within_a_handler_within_an_interrupt_is_waited_for_as_well() -> None:
+    """The handler of a second signal comes while the first is on its way, and fails itself."""
+    steps: list[str] = []
+
+    def work() -> None:
+        steps.append("begun")
+        time.sleep(0.3)
+        steps.append("ended")
+
+    def interrupt(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0003)  # the next one
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(5):
+            steps.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            try:
+                shield.run(work)
+            except KeyboardInterrupt:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert steps == ["begun", "ended"]
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
