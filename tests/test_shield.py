@@ -262,6 +262,7 @@ def test_an_interrupt_within_a_handler_within_an_interrupt_is_waited_for_as_well
 
     def work() -> None:
         steps.append("begun")
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
         time.sleep(0.3)
         steps.append("ended")
 
@@ -273,7 +274,6 @@ def test_an_interrupt_within_a_handler_within_an_interrupt_is_waited_for_as_well
     try:
         for _ in range(5):
             steps.clear()
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
             try:
                 shield.run(work)
             except KeyboardInterrupt:
