@@ -556,6 +556,53 @@ def opened_file(path: str) -> Iterator[BinaryIO]:
         yield file
 
 
+@contextmanager
+def opened_directory(path: str) -> Iterator[int]:
+    """A directory, for `opened_in`: what is opened there is of this one, whatever has its name."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and os.path.lexists(path):
+            what = "a symbolic link" if os.path.islink(path) else "no directory"
+            raise _not_a_file(path, what) from error
+        raise
+    try:
+        yield fd
+    finally:
+        _close_after_reading(fd)
+
+
+@contextmanager
+def opened_in(directory: int, path: str) -> Iterator[int]:
+    """As `opened`, the file in an open directory that was found as that of ``path``."""
+    name = os.path.basename(path)
+    try:
+        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+        if not stat.S_ISREG(mode):
+            what = "a symbolic link" if stat.S_ISLNK(mode) else "a directory, a pipe or a device"
+            raise _not_a_file(path, what)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        error.filename = path
+        raise
+    try:
+        yield fd
+    except OSError as error:
+        _name(error, path)
+        raise
+    finally:
+        _close_after_reading(fd)
+
+
+def has_name(fd: int, path: str) -> bool:
+    """Whether what is open is still what ``path`` leads to."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
 def open_for_append(path: str) -> int:
     return _open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND)
 

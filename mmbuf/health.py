@@ -57,6 +57,7 @@ class Report:
 
     ``taken_in`` were not listed and are now, ``renumbered`` have these ids now, ``lost`` were
     listed and have no file, ``quarantined`` says why, ``rewritten`` are journal and snapshots.
+    Of the ``corrected`` the list said what is not true of them.
     """
 
     num_trajectories: int = 0
@@ -66,6 +67,7 @@ class Report:
     lost: list[str] = field(default_factory=list)
     quarantined: dict[str, str] = field(default_factory=dict)
     rewritten: list[str] = field(default_factory=list)
+    corrected: list[str] = field(default_factory=list)
 
     @property
     def has_changes(self) -> bool:
@@ -316,11 +318,18 @@ class _Plan:
                 del whole[name]
                 continue
             elif i is not None:
-                entry = dataclasses.replace(entry, trajectory_id=entries[i].trajectory_id)
-                if entry != dataclasses.replace(entries[i], file=name):
-                    report.quarantined[name] = "what it says of itself is not what is listed."
-                    del whole[name]
-                    continue
+                listed = dataclasses.replace(entries[i], file=name)
+                entry = dataclasses.replace(
+                    entry,
+                    trajectory_id=listed.trajectory_id,
+                    added_at=entry.added_at or listed.added_at,
+                )
+                if entry != listed:
+                    if not _is_truer(entry, listed):
+                        report.quarantined[name] = "what it says of itself is not what is listed."
+                        del whole[name]
+                        continue
+                    report.corrected.append(name)
                 places[name] = i
             else:
                 number = _number_of(name, entry.trajectory_id)
@@ -440,6 +449,18 @@ def _examine(directory: str, name: str, known: list[Entry], schema: Schema | Non
             raise
         return f"could not be read: {error}"
     return _Whole(found, own)
+
+
+def _is_truer(entry: Entry, listed: Entry) -> bool:
+    """Whether a whole file is right about itself where the list says something else.
+
+    What an arrow file says stands in it twice. That of npy stands in it once, without a checksum:
+    it holds where its rows bear witness.
+    """
+    if entry.format == "arrow":
+        return True
+    rows = (entry.num_samples, entry.size_bytes, entry.parts)
+    return rows != (listed.num_samples, listed.size_bytes, listed.parts)
 
 
 def _with_columns_of(schema: Schema | None, file: _Whole) -> Entry | None:

@@ -66,9 +66,11 @@ class Format(Protocol):
     def opened(
         self, path: str, entry: Entry, schema: Schema, *, is_checked: bool
     ) -> AbstractContextManager[Source]:
-        """The file of ``entry``, open for reading; CorruptError unless it can be that one.
+        """The file of ``entry``, open for reading; CorruptError unless it is that one.
 
-        ``is_checked`` spares the check of a file that was looked at before: none ever changes.
+        What it says of itself is compared with the entry. ``is_checked`` spares that for a file
+        that was looked at before, since none ever changes; but where the format `CAN_MAP` it is the
+        same trajectory's still, whatever may have taken its name.
         """
 
     def load(
@@ -137,7 +139,7 @@ def check_entries(schema: Schema, items: Iterable[tuple[Entry, str]]) -> None:
     """CorruptError unless all entries can be those of files with the columns of ``schema``.
 
     ``items`` are entries and their directories. What passes can be given a place, however little
-    of it may be true; the rest is checked when a file is opened (`Format.opened`).
+    of it may be true; that is looked at when a file is first opened (`Format.opened`).
     """
     # Equal parts of a journal are one object. Of each layout the bytes that no file of it lacks.
     layouts: dict[tuple[int, tuple[int, ...]], int] = {}

@@ -599,27 +599,46 @@ def test_a_part_outside_of_the_file_is_refused_before_it_is_mapped(
 
 
 def test_a_file_is_refused_also_behind_one_like_it_that_holds(small: Written) -> None:
-    first, *others = small.entry.parts
+    first, second, *others = small.entry.parts
     wider = [dataclasses.replace(small.schema.columns[0], row_shape=(1 << 20,))]
+    beyond = first._replace(offset=small.entry.size_bytes)
     wrong = [
-        (dataclasses.replace(small.entry, shape=(5, 3)), small.schema),
+        (dataclasses.replace(small.entry, shape=(5, 3)), small.schema, "shape: expected"),
         (
-            dataclasses.replace(
-                small.entry, parts=(first._replace(offset=small.entry.size_bytes), *others)
-            ),
+            dataclasses.replace(small.entry, parts=(beyond, second, *others)),
             small.schema,
+            "expected it at",
         ),
-        (small.entry, Schema([*wider, *small.schema.columns[1:]])),
+        (
+            dataclasses.replace(small.entry, parts=(second, first, *others)),
+            small.schema,
+            "expected it at",
+        ),
+        (small.entry, Schema([*wider, *small.schema.columns[1:]]), "expected 12 .* got 12"),
     ]
-    for entry, schema in wrong:
+    for entry, schema, what in wrong:
         with opened(small, is_checked=False):
             pass
         for _ in range(2):
             with (
-                pytest.raises(CorruptError, match="expected its part inside the file"),
+                pytest.raises(CorruptError, match=what),
                 arrow.opened(small.path, entry, schema, is_checked=False),
             ):
                 pass
+
+
+@pytest.mark.parametrize("count", [1, 40, 300])
+def test_a_head_of_any_length_is_compared(tmp_path: Path, count: int) -> None:
+    fields: dict[str, Any] = {f"column {i}": torch.full((4, 3, 2), i) for i in range(count)}
+    file = write(tmp_path / "a.arrow", {**fields, "task": [["x" * 9000, "y", "z"]] * 4})
+    with opened(file, is_checked=False):
+        pass
+    *others, last = file.entry.parts
+    assert last.table is not None
+    moved = last._replace(table=last.table._replace(bytes_at=last.table.bytes_at + 1))
+    entry = dataclasses.replace(file.entry, parts=(*others, moved))
+    with pytest.raises(CorruptError, match="'task': expected it at"):
+        opened(file, entry, is_checked=False).__enter__()
 
 
 def _with_header(file: Written, old: str, new: str) -> None:

@@ -27,7 +27,7 @@ from data import (
 )
 
 from mmbuf import files, storage
-from mmbuf.entry import Entry
+from mmbuf.entry import Entry, Part
 from mmbuf.errors import CorruptError
 from mmbuf.formats import arrow, native, npy
 from mmbuf.schema import Array, Schema, interleave, measure
@@ -328,6 +328,89 @@ def test_a_trajectory_of_other_columns_is_refused(small: Written) -> None:
     files.remove(str(small.path))
     other.path.rename(small.path)
     assert is_refused(small)
+
+
+def _with_first_part(entry: Entry, **said: Any) -> tuple[Part, ...]:
+    return (entry.parts[0]._replace(**said), *entry.parts[1:])
+
+
+def _with_first_column(schema: Schema, **said: Any) -> Schema:
+    return Schema([dataclasses.replace(schema.columns[0], **said), *schema.columns[1:]])
+
+
+LIES: dict[str, Callable[[Entry, Schema], tuple[Entry, Schema]]] = {
+    "fewer steps": lambda e, s: (dataclasses.replace(e, shape=(3, 3)), s),
+    "more steps": lambda e, s: (dataclasses.replace(e, shape=(5, 3)), s),
+    "turned": lambda e, s: (dataclasses.replace(e, shape=(3, 4)), s),
+    "another width": lambda e, s: (dataclasses.replace(e, shape=(4, 3, 7)), s),
+    "episodes": lambda e, s: (dataclasses.replace(e, max_episode_length=81), s),
+    "weights": lambda e, s: (dataclasses.replace(e, model_weights_id="w"), s),
+    "rows": lambda e, s: (dataclasses.replace(e, parts=_with_first_part(e, rows=13)), s),
+    "offset": lambda e, s: (dataclasses.replace(e, parts=_with_first_part(e, offset=64)), s),
+    "dtype": lambda e, s: (e, _with_first_column(s, dtype="int32")),
+    "row shape": lambda e, s: (e, _with_first_column(s, row_shape=(1,))),
+    "path": lambda e, s: (e, _with_first_column(s, path=("other",))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_entry_that_says_what_the_file_does_not_is_refused(small: Written, lie: str) -> None:
+    with small.opened(is_checked=False):
+        pass
+    truth = small.entry, small.schema
+    small.entry, small.schema = LIES[lie](small.entry, small.schema)
+    for _ in range(2):
+        assert is_refused(small)
+    small.entry, small.schema = truth
+    with small.opened(is_checked=False):
+        pass
+
+
+def test_another_trajectory_under_the_name_of_one_that_was_checked_is_refused(
+    small: Written,
+) -> None:
+    path = small.path.with_name("b")
+    other = write(small.format, path, trajectory(3), uuid="f" * 32)
+    with small.opened(is_checked=False):
+        pass
+    files.remove(str(small.path))
+    path.rename(small.path)
+    assert other.entry.size_bytes == small.entry.size_bytes
+    with pytest.raises(CorruptError, match=f"expected trajectory {UUID}"), small.opened():
+        pass
+
+
+def test_rows_are_those_of_the_file_that_was_opened_whatever_takes_its_name(
+    written: Written,
+) -> None:
+    path = written.path.with_name("b")
+    write(written.format, path, every_kind(), uuid="f" * 32)
+    large = written.position("float32.large")
+    with written.opened(is_checked=False) as source:
+        before = np.empty_like(written.rows[0])
+        source.read_part(0, before)
+        written.path.rename(written.path.with_name("c"))
+        path.rename(written.path)
+        rows = np.empty_like(written.rows[large])
+        source.read_part(large, rows)
+        assert bits(rows) == bits(written.rows[large])
+
+
+def test_a_trajectory_that_is_removed_while_it_is_read_is_missing_or_whole(
+    written: Written,
+) -> None:
+    large = written.position("float32.large")
+    rows = np.empty_like(written.rows[large])
+    with written.opened(is_checked=False) as source:
+        files.remove(str(written.path))
+        write(written.format, written.path, every_kind(), uuid="f" * 32)
+        if written.format is arrow:
+            source.read_part(large, rows)
+            assert bits(rows) == bits(written.rows[large])
+        else:
+            with pytest.raises(FileNotFoundError) as error:
+                source.read_part(large, rows)
+            assert str(error.value.filename).startswith(str(written.path))
 
 
 def test_a_part_of_fewer_rows_than_the_trajectory_is_refused(small: Written) -> None:

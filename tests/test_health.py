@@ -5,9 +5,11 @@ Each trajectory is that of `data.trajectory`, so that every sampled row says whe
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from data import columns_of, contents_of, is_equal, is_whole, names_of, row_ids, trajectory
 from typer.testing import CliRunner
 
@@ -33,6 +36,7 @@ from mmbuf import (
     index,
     salvage,
     storage,
+    transfer,
     vm,
 )
 from mmbuf.entry import Entry
@@ -531,6 +535,122 @@ def test_a_flipped_bit_of_any_record_of_a_pt_file_is_found(tmp_path: Path) -> No
             file.write_bytes(damaged)
             with pytest.raises(CorruptError):
                 storage.verify(str(file), entry, schema)
+
+
+def tell(path: Path, i: int, **said: Any) -> None:
+    """Have the journal say something else of trajectory ``i``, with a checksum that fits."""
+    contents = index.read(str(path))[0]
+    contents.entries[i] = dataclasses.replace(contents.entries[i], **said)
+    index.write_journal(str(path), contents)
+
+
+LIES: dict[str, Any] = {
+    "steps": (lambda entry: {"shape": (entry.num_steps - 1, 3)}),
+    "environments": (lambda entry: {"shape": (entry.num_steps, 2)}),
+    "steps and environments": (lambda entry: {"shape": (3, entry.num_steps)}),
+    "rows of a column": (
+        lambda entry: {"parts": (entry.parts[0]._replace(rows=16), *entry.parts[1:])}
+    ),
+    "length of episodes": (lambda entry: {"max_episode_length": 77}),
+    "weights": (lambda entry: {"model_weights_id": "others"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("trajectory_format", "lie"),
+    [
+        (name, lie)
+        for name in FORMATS
+        for lie in LIES
+        # What is left out the index decides, as RLinf's does.
+        if name in ("arrow", "npy") or lie not in ("length of episodes", "weights")
+    ],
+)
+def test_a_journal_that_lies_is_found_and_mended(
+    tmp_path: Path, trajectory_format: str, lie: str
+) -> None:
+    path = store(tmp_path / "a", trajectory_format)
+    name = file_of(path, 1).name
+    tell(path, 1, **LIES[lie](entry_of(path, 1)[0]))
+    with ReplayReader(path) as reader, pytest.raises(CorruptError, match=re.escape(name)):
+        reader.get_trajectory(1)
+    with buffer_on(path) as buffer, pytest.raises(CorruptError, match=re.escape(name)):
+        buffer.sample(500)
+    ((found, _),) = damage(path)
+    assert file_of_name(found) == name
+    report = health.repair(path)
+    is_in_doubt = trajectory_format == "npy" and lie not in (
+        *("steps", "environments", "rows of a column"),
+    )
+    if is_in_doubt:  # its header has no checksum: the journal may be right
+        assert list(report.quarantined) == [name]
+        assert_repaired(path, {0: 0, 2: 2, 3: 3})
+    else:
+        assert (report.quarantined, report.lost, report.renumbered) == ({}, [], {})
+        if trajectory_format in ("arrow", "npy"):
+            assert (report.corrected, report.taken_in) == ([name], [])
+        assert_repaired(path, {0: 0, 1: 1, 2: 2, 3: 3})
+
+
+def test_a_journal_that_gives_two_columns_each_others_rows_is_found_and_mended(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a"
+    with buffer_on(path) as buffer:
+        buffer.add_trajectories(
+            [{"a": torch.full((4, 2), float(i)), "b": torch.full((4, 2), -1.0)} for i in range(3)]
+        )
+    first, second = entry_of(path, 1)[0].parts
+    tell(path, 1, parts=(second, first))
+    with ReplayReader(path) as reader, pytest.raises(CorruptError, match="column 'a': expected it"):
+        reader.sample(100)
+    ((name, _),) = damage(path)
+    assert name == "trajectory_1_.arrow"
+    assert health.repair(path).corrected == [name]
+    assert health.verify(path) == []
+    with ReplayReader(path) as reader:
+        assert reader.get_trajectory(1).to_columns()["a"].tolist() == [[1.0, 1.0]] * 4
+
+
+def test_a_journal_that_lies_about_the_columns_is_found_and_mended(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with buffer_on(path) as buffer:
+        buffer.add_trajectories([{"a": torch.ones(4, 2), "b": torch.zeros(4, 2)}])
+    contents = index.read(str(path))[0]
+    contents.schema = Schema(reversed(contents.schema.columns))
+    index.write_journal(str(path), contents)
+    with ReplayReader(path) as reader, pytest.raises(CorruptError, match="column 'b': expected"):
+        reader.sample(10)
+    assert [name for name, _ in damage(path)] == ["trajectory_0_.arrow"]
+    assert health.repair(path).quarantined == {}
+    with ReplayReader(path) as reader:
+        batch = reader.sample(10)
+        assert (batch["a"].sum(), batch["b"].sum()) == (10, 0)
+
+
+@pytest.mark.parametrize("trajectory_format", ["arrow", "npy"])
+def test_what_does_not_say_when_it_was_added_is_taken_in_once(
+    tmp_path: Path, trajectory_format: str
+) -> None:
+    path = store(tmp_path / "a", trajectory_format)
+    source = tmp_path / "b"
+    with TrajectoryReplayBuffer(trajectory_format="pt") as buffer:
+        buffer.add_trajectories([TRAJECTORIES[4]])
+        buffer.save_checkpoint(source)
+    rewrite(source / "trajectory_index.json")
+    transfer.convert(source, tmp_path / "c", trajectory_format)
+    name = f"trajectory_9_.{trajectory_format}"
+    shutil.move(file_of(tmp_path / "c", 0), path / name)
+    assert health.repair(path).taken_in == [name]
+    assert_repaired(path, {0: 0, 1: 1, 2: 2, 3: 3, 9: 4}, 10)
+
+
+def rewrite(path: Path) -> None:
+    """As RLinf writes it: without all that it does not know."""
+    snapshot = json.loads(path.read_text())
+    for key in ("version", "crc", "schema", "metadata"):
+        del snapshot[key]
+    path.write_text(json.dumps(snapshot))
 
 
 @by_format
@@ -1225,6 +1345,7 @@ def test_repair_command_gives_json(tmp_path: Path) -> None:
             "trajectory_1_.arrow": "expected an Arrow file, got one that ends otherwise."
         },
         "rewritten": ["journal.jsonl", "metadata.json", "trajectory_index.json"],
+        "corrected": [],
     }
     for options in (("--dry-run", "--json"), ("--json",)):
         result = run("repair", path, *options)

@@ -66,6 +66,8 @@ def repair(
         say(f"{would}no longer listed, since it has no file: {name}")
     for name in report.taken_in:
         say(f"{would}listed again: {name}")
+    for name in report.corrected:
+        say(f"{would}listed as it is, not as the index said: {name}")
     for name, trajectory_id in report.renumbered.items():
         say(f"{would}numbered {trajectory_id}: {name}")
     for name in report.rewritten:

@@ -27,7 +27,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -50,6 +50,9 @@ _ALIGNMENT = 64
 _WIDE = _WIDE_ALIGNMENT = 16 << 10
 _SCHEMA_AT = 8  # behind the magic and its padding
 _HEAD_BYTES = 4 << 10  # of a file: enough to hold the beginning of its header
+_MAX_LAYOUTS = 64  # that are known at once
+_CONTINUATION = 0xFFFFFFFF  # begins a message
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # kinds of messages
 _WRITE_WHOLE = 256 << 10  # one call for a small file: copying it costs less than many calls
 _MAX_HOLE = 64 << 10  # larger holes between columns stay sparse
 
@@ -99,13 +102,16 @@ def write(
 
 @contextmanager
 def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iterator[Source]:
-    """The file of ``entry``, open for reading; CorruptError unless it can be that one.
+    """The file of ``entry``, open for reading; CorruptError unless it is that one.
 
-    ``is_checked`` spares the check of a file that was looked at before: none ever changes.
+    ``is_checked``: a file of that name was compared with the entry before, and need only be the
+    same trajectory's still.
     """
     with files.opened(path) as fd:
         source = Source(fd, path, entry, schema)
-        if not is_checked:
+        if is_checked:
+            source.check_identity()
+        else:
             source.check()
         yield source
 
@@ -113,18 +119,26 @@ def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iter
 class Source:
     """One file, open for reading. Its columns can be mapped."""
 
-    # Of the last file that held. Most files have that of the one before, and need no second look:
-    # looking at each part takes as long as to open a file and to read a column.
-    _last_layout: ClassVar[tuple[object, ...]] = ()
-
     def __init__(self, fd: int, path: str, entry: Entry, schema: Schema) -> None:
         self._fd = fd
         self._path = path
         self._entry = entry
         self._schema = schema
 
+    def check_identity(self) -> bytes:
+        """CorruptError unless the file is that of the entry's trajectory; its first bytes."""
+        head = files.read_at(self._fd, _HEAD_BYTES, 0)
+        if not head.startswith(_MAGIC):
+            what = f"expected an Arrow file, got one that begins {head[:6]!r}."
+            raise CorruptError(self._path, what)
+        uuid = self._entry.uuid
+        if f'"uuid": "{uuid}"'.encode() not in head:
+            what = f"expected trajectory {uuid} in the header, got another one's."
+            raise CorruptError(self._path, what)
+        return head
+
     def check(self) -> None:
-        """CorruptError unless the file can be the one that the entry speaks of.
+        """CorruptError unless the file says of itself what the entry says of it.
 
         Then all its parts lie inside the file, so that none of it can be read beyond the end.
         """
@@ -132,20 +146,21 @@ class Source:
         size = files.length(self._fd)
         if size != entry.size_bytes:
             raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
-        head = files.read_at(self._fd, min(_HEAD_BYTES, size), 0)
-        if not head.startswith(_MAGIC):
-            raise CorruptError(path, f"expected an Arrow file, got one that begins {head[:6]!r}.")
-        if entry.uuid.encode() not in head:
-            raise CorruptError(
-                path, f"expected trajectory {entry.uuid} in the header, got another one's."
-            )
-        layout = (entry.parts, self._schema, entry.num_samples, size)
-        if layout != Source._last_layout:
-            for column, part in zip(self._schema.columns, entry.parts, strict=True):
-                if not _is_within(part, column, entry.num_samples, size):
-                    what = f"column {column.name!r}: expected its part inside the file, got {part}."
-                    raise CorruptError(path, what)
-        Source._last_layout = layout
+        head = _Head(self._fd, self.check_identity(), size)
+        try:
+            native.check_header(path, entry, self._schema, native.parse(path, head.header()))
+            parts = head.parts(self._schema, tuple(part.rows for part in entry.parts))
+        except (*native.BAD, RuntimeError, struct.error) as error:
+            raise CorruptError(path, f"the header does not hold: {error!r}.") from error
+        for column, part, found in zip(self._schema.columns, entry.parts, parts, strict=True):
+            if part != found:
+                what = f"column {column.name!r}: expected it at {part}, got {found}."
+                raise CorruptError(path, what)
+            if part.rows < entry.num_samples or (
+                column.is_text and not _is_within(part, column, entry.num_samples, size)
+            ):
+                what = f"column {column.name!r}: expected its part inside the file, got {part}."
+                raise CorruptError(path, what)
 
     def location(self, position: int) -> tuple[int, int]:
         """The descriptor and byte offset at which a column's rows begin, to be mapped."""
@@ -241,7 +256,7 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             if not 0 < head_bytes <= footer_at:
                 raise ValueError(f"a head of {head_bytes} bytes")
             head = _Flatbuffer(bytearray(files.read_at(fd, head_bytes, 0)))
-            parts = _parts(head, footer, header.schema, header.rows)
+            parts = _parts_of(head, footer, header.schema, header.rows)
             for column, part in zip(header.schema.columns, parts, strict=True):
                 if not _is_within(part, column, header.entry.num_samples, size):
                     raise ValueError(f"column {column.name!r} lies at {part}")
@@ -307,10 +322,10 @@ def _places(array: pa.Array) -> tuple[int, list[int]]:
 
 
 def _read_header(path: str, footer: _Flatbuffer) -> dict[str, Any]:
-    for key, value in footer.metadata():
-        if key == _KEY:
-            return native.parse(path, value)
-    raise CorruptError(path, "an Arrow file, but expected one that mmbuf wrote.")
+    text = footer.metadata(footer.deref(footer.field(footer.root(), 1)))
+    if text is None:
+        raise CorruptError(path, "an Arrow file, but expected one that mmbuf wrote.")
+    return native.parse(path, text)
 
 
 def _is_primitive(column: Column) -> bool:
@@ -369,7 +384,7 @@ def _stamp(
     footer = _Flatbuffer(template, footer_at)
     block, head_bytes, one_row_bytes = footer.batch_block()
     head = _Flatbuffer(template)
-    message, batch = head.record_batch(block)
+    message, batch = head.message(block)
 
     head.set_int64(batch, 0, num_rows)
     for at in head.vector(batch, 1, 16):  # nodes: length, null count
@@ -388,33 +403,63 @@ def _stamp(
     if one_row_bytes:  # 0 is a flatbuffer's default and has no place to stamp
         head.set_int64(message, 3, body_bytes)
     footer.put(footer.batch_block_at() + 16, body_bytes)
-    parts = _parts(head, footer, schema, rows)
+    parts = _parts_of(head, footer, schema, rows)
     tail = bytes(template[head_bytes + one_row_bytes :])
     return bytes(template[:head_bytes]), tail, head_bytes + body_bytes, parts
 
 
-def _parts(head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, rows: list[int]) -> list[Part]:
+def _parts_of(
+    head: _Flatbuffer, footer: _Flatbuffer, schema: Schema, rows: list[int]
+) -> list[Part]:
     """Where the columns lie, from the stamped messages."""
     block, head_bytes, _ = footer.batch_block()
-    _, batch = head.record_batch(block)
-    tables = list(_tables(head, footer))
-    parts = [Part(0, n) for n in rows]
+    offsets = _offsets(head, block, schema, rows)
+    return list(_parts(schema, rows, offsets, head_bytes, _tables(head, footer.dictionaries())))
+
+
+def _parts(
+    schema: Schema,
+    rows: Sequence[int],
+    offsets: Sequence[int | None],
+    head_bytes: int,
+    tables: Iterator[Table],
+) -> Iterator[Part]:
+    for column, n, offset in zip(schema.columns, rows, offsets, strict=True):
+        if offset is None:
+            yield Part(0, n)
+        else:
+            yield Part(head_bytes + offset, n, next(tables) if column.is_text else None)
+
+
+def _layout(message: bytes, schema: Schema, rows: tuple[int, ...]) -> _Layout:
+    offsets = _offsets(_Flatbuffer(message), 0, schema, rows)
+    sizes = [n * column.row_bytes for n, column in zip(rows, schema.columns, strict=True)]
+    ends = [0, *(at + size for at, size in zip(offsets, sizes, strict=True) if at is not None)]
+    if min(0, *(offset or 0 for offset in offsets)) < 0:
+        raise ValueError("a column before the body")
+    return _Layout(schema, rows, offsets, max(ends))
+
+
+def _offsets(
+    head: _Flatbuffer, block: int, schema: Schema, rows: Sequence[int]
+) -> list[int | None]:
+    """Where the columns lie in the body of the record batch; None for one without bytes."""
+    _, batch = head.message(block)
+    offsets: list[int | None] = [None] * len(rows)
     positions = [i for i, column in enumerate(schema.columns) if column.row_bytes]
     buffers = list(head.vector(batch, 2, 16))
     owned = _buffers_of(schema, rows, buffers)
     for i, (column, n, places) in zip(positions, owned, strict=True):
         if head.int64(places[-1] + 8) != n * column.row_bytes:
             raise ValueError(f"column {column.name!r} has another size than its rows")
-        table = tables.pop(0) if column.is_text else None
-        parts[i] = Part(head_bytes + head.int64(places[-1]), n, table)
-    return parts
+        offsets[i] = head.int64(places[-1])
+    return offsets
 
 
-def _tables(head: _Flatbuffer, footer: _Flatbuffer) -> Iterator[Table]:
+def _tables(head: _Flatbuffer, blocks: list[tuple[int, int]]) -> Iterator[Table]:
     """The text tables, in the order of the dictionary batches: that of the text columns."""
-    for at in footer.vector(footer.root(), 2, 24):
-        block, body_at = footer.block(at)
-        _, dictionary = head.record_batch(block)
+    for block, body_at in blocks:
+        _, dictionary = head.message(block)
         batch = head.field(dictionary, 1)
         batch = head.deref(batch)
         _, ends, data = head.vector(batch, 2, 16)
@@ -428,7 +473,7 @@ def _tables(head: _Flatbuffer, footer: _Flatbuffer) -> Iterator[Table]:
 
 
 def _buffers_of(
-    schema: Schema, rows: list[int], buffers: list[int]
+    schema: Schema, rows: Sequence[int], buffers: list[int]
 ) -> Iterator[tuple[Column, int, list[int]]]:
     """Each column that has bytes, its rows, and its buffers: bitmaps first, its data last."""
     left = iter(buffers)
@@ -467,6 +512,95 @@ def _runs(pieces: list[tuple[int, memoryview]]) -> list[tuple[int, int]]:
     return runs
 
 
+class _Layout(NamedTuple):
+    """What a record batch's message says of columns of so many rows.
+
+    ``offsets`` are where they begin in the body, ``size`` is where the last of them ends.
+    """
+
+    schema: Schema
+    rows: tuple[int, ...]
+    offsets: list[int | None]
+    size: int
+
+
+class _Head:
+    """The head of a file that is open, read as far as it is needed. ValueError where it ends."""
+
+    # By the message. Most files have that of one before, and taking it apart takes as long as to
+    # open a file and to read a column.
+    _layouts: ClassVar[dict[bytes, _Layout]] = {}
+
+    def __init__(self, fd: int, data: bytes, size: int) -> None:
+        self._fd = fd
+        self._data = data
+        self._size = size  # of the file
+
+    def header(self) -> bytes:
+        """Our header, which the schema's message holds; mostly at its beginning."""
+        try:
+            text = self._own_metadata()
+        except (ValueError, struct.error):
+            self._end_of(_SCHEMA_AT)
+            text = self._own_metadata()
+        if text is None:
+            raise ValueError("no header")
+        return text
+
+    def _own_metadata(self) -> bytes | None:
+        head = _Flatbuffer(self._data)
+        return head.metadata(head.message(_SCHEMA_AT)[1])
+
+    def parts(self, schema: Schema, rows: tuple[int, ...]) -> tuple[Part, ...]:
+        """Where the columns lie, all of them inside the file."""
+        block = self._end_of(_SCHEMA_AT)
+        dictionaries = []
+        for column in schema.columns:
+            if column.is_text:
+                body_at = self._end_of(block)
+                dictionaries.append((block, body_at))
+                block = body_at + self._body_bytes(block, _DICTIONARY_BATCH)
+        head_bytes = self._end_of(block)
+        message = self._data[block:head_bytes]
+        layout = _Head._layouts.get(message)
+        if layout is None or layout.schema != schema or layout.rows != rows:
+            self._body_bytes(block, _RECORD_BATCH)
+            layout = _layout(message, schema, rows)
+            if len(_Head._layouts) >= _MAX_LAYOUTS:
+                _Head._layouts.clear()
+            _Head._layouts[message] = layout
+        if head_bytes + layout.size > self._size:
+            raise ValueError(f"columns of {layout.size} bytes")
+        tables = _tables(_Flatbuffer(self._data), dictionaries) if dictionaries else iter(())
+        return tuple(_parts(schema, rows, layout.offsets, head_bytes, tables))
+
+    def _body_bytes(self, block: int, kind: int) -> int:
+        """Bytes of the body of a message, which has to be of this kind."""
+        head = _Flatbuffer(self._data)
+        message, _ = head.message(block)
+        if self._data[head.field(message, 1)] != kind:
+            raise ValueError(f"expected a message of kind {kind} at byte {block}")
+        at = head.find(message, 3)
+        return 0 if at is None else head.int64(at)
+
+    def _end_of(self, block: int) -> int:
+        """Where the message at ``block`` ends; it is read by then."""
+        self._read_to(block + 8)
+        mark, size = struct.unpack_from("<Ii", self._data, block)
+        if mark != _CONTINUATION or size <= 0:
+            raise ValueError(f"a message of {size} bytes")
+        end = block + 8 + int(size)
+        self._read_to(end)
+        return end
+
+    def _read_to(self, stop: int) -> None:
+        if len(self._data) < stop <= self._size:
+            more = max(stop, min(2 * len(self._data), self._size)) - len(self._data)
+            self._data += files.read_at(self._fd, more, len(self._data))
+        if not 0 <= stop <= len(self._data):
+            raise ValueError(f"a head of {stop} bytes")
+
+
 class _Flatbuffer:
     """Just enough of the flatbuffers format to find fields; every read stays in the buffer.
 
@@ -474,7 +608,7 @@ class _Flatbuffer:
     data and are checked by the reads that follow them.
     """
 
-    def __init__(self, data: bytearray, start: int = 0) -> None:
+    def __init__(self, data: bytes | bytearray, start: int = 0) -> None:
         self.data = data
         self.start = start
 
@@ -528,14 +662,21 @@ class _Flatbuffer:
     def text(self, at: int) -> bytes:
         start = self.deref(at)
         size = self._unpack("<I", start)
+        if start + 4 + size > len(self.data):
+            raise ValueError(f"a text of {size} bytes")
         return bytes(self.data[start + 4 : start + 4 + size])
 
-    def metadata(self) -> Iterator[tuple[bytes, bytes]]:
-        """Of a footer: the schema's key-value pairs."""
-        schema = self.deref(self.field(self.root(), 1))
+    def metadata(self, schema: int) -> bytes | None:
+        """Of a schema: what its metadata has under our key."""
         for at in self.vector(schema, 2, 4):
             pair = self.deref(at)
-            yield self.text(self.field(pair, 0)), self.text(self.field(pair, 1))
+            if self.text(self.field(pair, 0)) == _KEY:
+                return self.text(self.field(pair, 1))
+        return None
+
+    def dictionaries(self) -> list[tuple[int, int]]:
+        """Of a footer: positions of the dictionary batches and of their bodies in the file."""
+        return [self.block(at) for at in self.vector(self.root(), 2, 24)]
 
     def batch_block_at(self) -> int:
         blocks = self.vector(self.root(), 3, 24)
@@ -553,7 +694,7 @@ class _Flatbuffer:
         at = self.batch_block_at()
         return (*self.block(at), self.int64(at + 16))
 
-    def record_batch(self, block: int) -> tuple[int, int]:
+    def message(self, block: int) -> tuple[int, int]:
         """The message at ``block`` and the table inside it."""
         message = self.deref(block + 8)  # behind the continuation mark and the size
         return message, self.deref(self.field(message, 2))

@@ -13,6 +13,7 @@ the strings (their bytes up to each, int32, 0 first) and the strings.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ VERSION = 1
 
 # What JSON of any other form than ours may raise on its way into an entry or a schema.
 BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
+
+_COMPARED = ("uuid", "shape", "max_episode_length", "model_weights_id")
 
 _READ_WHOLE = 32 << 10
 _CRC_BYTES = 4 << 20  # read at once to be summed
@@ -176,7 +179,11 @@ class TextSource(Protocol):
 
 
 def check_same(path: str, entry: Entry, schema: Schema, found: Entry, found_schema: Schema) -> None:
-    """CorruptError unless what a file says of itself is what its entry says, but for its number."""
+    """CorruptError unless what a file says of itself is what its entry says, but for its number.
+
+    A file that does not say when it was added may have been given a time.
+    """
+    found = dataclasses.replace(found, added_at=found.added_at or entry.added_at)
     if found_schema != schema:
         raise CorruptError(path, f"expected {schema}, got {found_schema}.")
     for name in ("uuid", "shape", "max_episode_length", "model_weights_id", "added_at"):
@@ -187,6 +194,29 @@ def check_same(path: str, entry: Entry, schema: Schema, found: Entry, found_sche
         raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {found.size_bytes}.")
     if found.parts != entry.parts:
         raise CorruptError(path, f"expected its columns at {entry.parts}, got {found.parts}.")
+
+
+def check_header(path: str, entry: Entry, schema: Schema, header: dict[str, Any]) -> None:
+    """CorruptError unless a header says of the trajectory what its entry says, but for its number.
+
+    One of `BAD` where it is no header. Cheaper than to take it apart: this is done whenever a file
+    is opened for the first time.
+    """
+    expected = (entry.uuid, list(entry.shape), entry.max_episode_length, entry.model_weights_id)
+    found = tuple(header[name] for name in _COMPARED)
+    if found != expected:
+        for name, left, right in zip(_COMPARED, expected, found, strict=True):
+            if left != right:
+                raise CorruptError(path, f"{name}: expected {left!r}, got {right!r}.")
+    columns = zip(schema.columns, entry.parts, header["columns"], strict=True)
+    for column, part, told in columns:
+        of_file = (told["path"], told["dtype"], told["row_shape"], told["rows"])
+        if of_file != ([*column.path], column.dtype, [*column.row_shape], part.rows):
+            raise CorruptError(
+                path,
+                f"column {column.name!r}: expected {part.rows} {column}, got {told['rows']} "
+                f"{told['dtype']} rows of shape {tuple(told['row_shape'])} of {told['path']}.",
+            )
 
 
 def check_crcs(

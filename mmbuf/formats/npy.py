@@ -44,6 +44,7 @@ IS_DIRECTORY = True
 HEADER = "trajectory.json"
 
 _MAGIC = b"\x93NUMPY\x01\x00"  # version 1.0
+_HEAD_BYTES = 4 << 10  # of the header: enough to hold the uuid
 _PREFIX_BYTES = len(_MAGIC) + 2  # the length of what follows, uint16
 _ALIGNMENT = 64
 _WIDE_ALIGNMENT = 4 << 10
@@ -78,25 +79,32 @@ def write(
 
 @contextmanager
 def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iterator[Source]:
-    """The directory of ``entry``, to be read; CorruptError unless it can be that one.
+    """The directory of ``entry``, to be read; CorruptError unless it is that one.
 
-    ``is_checked`` spares the check of a directory that was looked at before: none ever changes.
+    ``is_checked``: a directory of that name was compared with the entry before, and need only be
+    the same trajectory's still.
     """
-    with ExitStack() as stack:
-        source = Source(path, entry, schema, stack)
-        if not is_checked:
+    with files.opened_directory(path) as directory, ExitStack() as stack:
+        source = Source(directory, path, entry, schema, stack)
+        if is_checked:
+            source.check_identity()
+        else:
             source.check()
         yield source
 
 
 class Source:
-    """One directory. Its columns can be mapped; at most two of its files are open at once.
+    """One directory, open. Its columns can be mapped; at most two of its files are open at once.
 
-    A file that is missing or has not the size that the entry gives it is a CorruptError, so that
-    none is read or mapped beyond its end. FileNotFoundError where the directory itself is gone.
+    Another one that takes its name is not looked at: all files are of one trajectory. A file that
+    is missing or has not the size that the entry gives it is a CorruptError, so that none is read
+    or mapped beyond its end. FileNotFoundError where the directory itself is gone.
     """
 
-    def __init__(self, path: str, entry: Entry, schema: Schema, stack: ExitStack) -> None:
+    def __init__(
+        self, directory: int, path: str, entry: Entry, schema: Schema, stack: ExitStack
+    ) -> None:
+        self._directory = directory
         self._path = path
         self._entry = entry
         self._schema = schema
@@ -104,16 +112,27 @@ class Source:
         self._stack = stack  # closes the column that is open
         self._position, self._fd = -1, -1  # of that column
 
+    def check_identity(self) -> None:
+        """CorruptError unless the directory is that of the entry's trajectory."""
+        with ExitStack() as stack:
+            fd = _open_in(self._directory, self._path, HEADER, stack)
+            head = files.read_at(fd, _HEAD_BYTES, 0)
+        uuid = self._entry.uuid
+        if f'"uuid": "{uuid}"'.encode() not in head:
+            file = files.join(self._path, HEADER)
+            raise CorruptError(file, f"expected trajectory {uuid}, got another one's.")
+
     def check(self) -> None:
-        """CorruptError unless all files are there, are the entry's, and no others are there."""
+        """CorruptError unless all files are there, say what the entry says, and are the only ones.
+
+        Then none can be read beyond its end.
+        """
         entry, path = self._entry, self._path
-        files.check_is_no_link(path)
         header = self._read_header()
-        if header.get("uuid") != entry.uuid:
-            raise CorruptError(
-                files.join(path, HEADER),
-                f"expected trajectory {entry.uuid}, got {header.get('uuid')!r}.",
-            )
+        try:
+            native.check_header(files.join(path, HEADER), entry, self._schema, header)
+        except native.BAD as error:
+            raise _wrong_header(path, error) from error
         for position, (column, part) in enumerate(
             zip(self._schema.columns, entry.parts, strict=True)
         ):
@@ -165,7 +184,7 @@ class Source:
         if position != self._position:
             self._stack.close()
             self._position = -1
-            self._fd = _open_in(self._path, self._names[position], self._stack)
+            self._fd = _open_in(self._directory, self._path, self._names[position], self._stack)
             file = files.join(self._path, self._names[position])
             _check_size(self._fd, file, self._size_of(position))
             self._position = position
@@ -177,7 +196,8 @@ class Source:
 
     def _read_header(self) -> dict[str, Any]:
         sizes = map(self._size_of, range(len(self._names)))
-        return _read_header(self._path, self._entry.size_bytes - sum(sizes))
+        size = self._entry.size_bytes - sum(sizes)
+        return _read_header(self._directory, self._path, size)
 
     def _read_strings(self, position: int) -> list[str]:
         header = self._read_header()
@@ -220,17 +240,17 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
 
     Reads the header and those of the ``.npy`` files only.
     """
-    files.check_is_no_link(path)
-    header = _read_header(path)
-    try:
-        entry, schema, rows, crcs = native.take_apart(header, NAME, name)
-    except native.BAD as error:
-        raise _wrong_header(path, error) from error
     parts = []
-    for column, file_name, n in zip(schema.columns, _file_names(schema), rows, strict=True):
-        with ExitStack() as stack:
-            fd = _open_in(path, file_name, stack)
-            parts.append(_find_part(fd, files.join(path, file_name), column, n))
+    with files.opened_directory(path) as directory:
+        header = _read_header(directory, path)
+        try:
+            entry, schema, rows, crcs = native.take_apart(header, NAME, name)
+        except native.BAD as error:
+            raise _wrong_header(path, error) from error
+        for column, file_name, n in zip(schema.columns, _file_names(schema), rows, strict=True):
+            with ExitStack() as stack:
+                fd = _open_in(directory, path, file_name, stack)
+                parts.append(_find_part(fd, files.join(path, file_name), column, n))
     size = files.size_of(path)
     return dataclasses.replace(entry, size_bytes=size, parts=tuple(parts)), schema, crcs
 
@@ -239,8 +259,8 @@ def verify(path: str, entry: Entry, schema: Schema) -> None:
     """CorruptError unless all files are as they were written; as `storage.Format.verify`."""
     found, found_schema, crcs = describe(path, entry.file)
     native.check_same(path, entry, schema, found, found_schema)
-    with ExitStack() as stack:
-        source = Source(path, entry, schema, stack)
+    with files.opened_directory(path) as directory, ExitStack() as stack:
+        source = Source(directory, path, entry, schema, stack)
         source.check()
         native.check_crcs(path, entry, schema, crcs, source._read, source)
 
@@ -304,13 +324,13 @@ def _check_size(fd: int, file: str, size: int) -> None:
         raise CorruptError(file, f"expected {size} bytes, got {length}.")
 
 
-def _open_in(path: str, name: str, stack: ExitStack) -> int:
-    """A file of the directory ``path``, open until ``stack`` closes."""
+def _open_in(directory: int, path: str, name: str, stack: ExitStack) -> int:
+    """A file of the open ``directory`` that was found at ``path``, open until ``stack`` closes."""
     file = files.join(path, name)
     try:
-        return stack.enter_context(files.opened(file))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if files.exists(path):
+        return stack.enter_context(files.opened_in(directory, file))
+    except FileNotFoundError as error:
+        if files.has_name(directory, path):  # else it was removed since
             raise CorruptError(file, "expected a file of the trajectory, got none.") from error
         raise
 
@@ -333,11 +353,11 @@ def _header(entry: Entry, schema: Schema, rows: list[Array], texts: dict[int, li
     return json.dumps(header).encode() + b"\n"
 
 
-def _read_header(path: str, size: int | None = None) -> dict[str, Any]:
+def _read_header(directory: int, path: str, size: int | None = None) -> dict[str, Any]:
     """The directory's header, of ``size`` bytes where that is known."""
     file = files.join(path, HEADER)
     with ExitStack() as stack:
-        fd = _open_in(path, HEADER, stack)
+        fd = _open_in(directory, path, HEADER, stack)
         if size is not None:
             _check_size(fd, file, size)
         data = files.read_at(fd, files.length(fd), 0)
