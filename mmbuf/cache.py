@@ -316,10 +316,6 @@ class TrajectoryCache:
                 return look(view)
             except StaleSightError:
                 continue  # by now there is a newer one
-            except FileNotFoundError as error:
-                # Whoever unlinks a file has published a view without it before.
-                if view is self._view:
-                    raise CorruptError(str(error.filename), "the file is missing.") from error
             finally:
                 del pin  # the traceback of an error may keep this frame for long
 
@@ -665,7 +661,7 @@ class TrajectoryCache:
                 shield.check()
                 slot = self._slots[view.first_number + index]
                 if slot.place is not None:
-                    self._fill(slot)
+                    self._read(slot, self._fill, slot)
         finally:
             del pin
 
@@ -743,7 +739,26 @@ class TrajectoryCache:
             if start < stop:
                 shield.check()
                 slot = self._slots[view.first_number + int(cold_slots[start])]
-                self._places.read_rows(slot, local[start:stop], leaves, cold[start:stop])
+                rows_of_slot = local[start:stop], leaves, cold[start:stop]
+                self._read(slot, self._places.read_rows, slot, *rows_of_slot)
+
+    def _read(self, slot: Slot, read: Callable[..., None], *arguments: Any) -> None:
+        """Have the slot's file read; StaleSightError where it is no longer in the window.
+
+        Whoever unlinks a file has published a view without it before: by now its name may be
+        nobody's, or lead to a file that is the wrong one. Of what is shown that is damage.
+        """
+        try:
+            read(*arguments)
+        except (CorruptError, FileNotFoundError) as error:
+            with self._lock:
+                number = slot.number
+                is_shown = self._table.is_in_window(number) and self._slots.get(number) is slot
+            if not is_shown:
+                raise StaleSightError from error
+            if isinstance(error, FileNotFoundError):
+                raise CorruptError(str(error.filename), "the file is missing.") from error
+            raise
 
 
 def origins_of(view: View, rows: Array) -> Origins:

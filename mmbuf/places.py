@@ -18,6 +18,7 @@ import torch
 
 from mmbuf import storage, vm
 from mmbuf.entry import Entry
+from mmbuf.errors import CorruptError
 from mmbuf.lane import Extent, Lane, lanes_of
 from mmbuf.schema import Array, Payload, Schema, TextTable
 from mmbuf.storage import Source
@@ -199,7 +200,7 @@ class Places:
                     fd, offset = source.location(position)
                     size = slot.rows[position] * lane.row_bytes
                     lane.ranges[i].rewire(extent.start, extent.stop, fd, offset, size)
-        except OSError as error:
+        except (OSError, CorruptError) as error:
             _log.warning("%s: its pages stay in memory of their own: %s", slot.path, error)
         return True
 
@@ -224,7 +225,7 @@ class Places:
 
     @contextmanager
     def _opened(self, slot: Slot) -> Iterator[Source]:
-        """The slot's file, checked when it is opened for the first time."""
+        """The slot's file, compared with its entry when it is opened for the first time."""
         format_ = storage.FORMATS[slot.entry.format]
         is_checked = slot.is_checked
         with format_.opened(slot.path, slot.entry, self.schema, is_checked=is_checked) as source:

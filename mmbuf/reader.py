@@ -232,7 +232,7 @@ class ReplayReader:
         """What ``read`` gives; tried again where what is seen has changed meanwhile.
 
         A file that is gone was journalled as gone before. While another thread takes in a change,
-        what is seen may be empty for a moment.
+        what is seen may be empty, or lack a trajectory, for a moment.
         """
         while True:
             num_changes = self._num_changes
@@ -240,12 +240,19 @@ class ReplayReader:
                 return read()
             except _MAY_HAVE_CHANGED:
                 self._check_can_retry(num_changes)
+            except KeyError:
+                if not shield.run(self._has_changed_since, num_changes):
+                    raise
 
     def _check_can_retry(self, num_changes: int) -> None:
         """Raise the error that is handled, unless something has changed since ``num_changes``."""
         self.refresh()  # waits for the other thread
         if self._num_changes == num_changes:
             raise
+
+    def _has_changed_since(self, num_changes: int) -> bool:
+        with self._window.changing:  # waits for the other thread
+            return self._num_changes != num_changes
 
     def __len__(self) -> int:
         return len(self._window.entries)

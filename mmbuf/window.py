@@ -34,7 +34,7 @@ from mmbuf.batch import (
 )
 from mmbuf.cache import STATS, Origins, TrajectoryCache
 from mmbuf.entry import Entry
-from mmbuf.errors import EmptyBufferError
+from mmbuf.errors import CorruptError, EmptyBufferError
 from mmbuf.notebook import Shown, told_bytes
 from mmbuf.places import Slot
 from mmbuf.sampling.draw import Delivery, Draw, Sampler
@@ -410,28 +410,32 @@ class Window:
         The tensors are the caller's: copies, or private pages of the file that cost memory only
         where they are written to. KeyError if there is no such trajectory (any more).
         """
-        entry = self.get_entry(trajectory_id)
-        assert self.cache is not None
-        schema = self.cache.schema
-        slot = self._slots.get(trajectory_id)
-        leaves = None
-        if slot is not None and not slot.path:
-            leaves = self.cache.copy_of(slot)
-        if leaves is None:
-            entry = self.entries[trajectory_id]
-            if not entry.file:
+        while True:
+            # In this order: a slot is never of a later cache than the one that is looked at last.
+            entry = self.get_entry(trajectory_id)
+            slot = self._slots.get(trajectory_id)
+            directory = self._directories.get(trajectory_id, "")
+            cache = self.cache
+            assert cache is not None
+            schema = cache.schema
+            leaves = None
+            if slot is not None and slot.entry.uuid == entry.uuid and not slot.path:
+                leaves = cache.copy_of(slot)
+            if leaves is None and entry.file:
+                path = files.join(directory, entry.file)
+                format_ = storage.FORMATS[entry.format]
+                try:
+                    leaves = format_.load(path, entry, schema, can_map=self._can_map)
+                except (FileNotFoundError, CorruptError):
+                    if self.entries.get(trajectory_id) is entry:
+                        raise
+            if leaves is not None:
+                break
+            if self.entries.get(trajectory_id) is entry:
                 raise KeyError(
                     f"trajectory {trajectory_id}: no longer in memory, and it has no file."
                 )
-            try:
-                path = self._path_of(trajectory_id)
-                leaves = storage.FORMATS[entry.format].load(
-                    path, entry, schema, can_map=self._can_map
-                )
-            except (FileNotFoundError, KeyError):
-                if trajectory_id in self.entries:
-                    raise
-                raise KeyError(f"trajectory {trajectory_id}: it is gone meanwhile.") from None
+            # It was written meanwhile, or is gone, or another one has its id.
         return Trajectory.from_columns(
             schema.nest(
                 [

@@ -153,6 +153,46 @@ def counts_of(buffer: mmbuf.TrajectoryReplayBuffer) -> dict[str, Any]:
     return {name: n for name, n in buffer.get_stats().items() if not name.endswith("_s")}
 
 
+class Halt:
+    """Halts the first call of ``owner.name`` that ``is_it``, in a thread, while the block goes on.
+
+    ``run(function)`` is that thread; `result` lets the call go on and gives what the function gave.
+    """
+
+    def __init__(self, monkeypatch: Any, owner: Any, name: str, is_it: Callable[..., bool]) -> None:
+        self._is_there, self._goes_on = threading.Event(), threading.Event()
+        really = getattr(owner, name)
+
+        def halted(*arguments: Any, **options: Any) -> Any:
+            if not self._is_there.is_set() and is_it(*arguments):
+                self._is_there.set()
+                assert self._goes_on.wait(60)
+            return really(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, halted)
+
+    def run(self, function: Callable[[], Any]) -> None:
+        """Returns when it is halted."""
+
+        def work() -> None:
+            try:
+                self._result = function()
+            except BaseException as error:
+                self._error = error
+
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+        assert self._is_there.wait(60)
+
+    def result(self) -> Any:
+        self._goes_on.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.__dict__.pop("_result")
+
+
 def look_while_adding(look: Callable[[int], None], add: Callable[[], None]) -> None:
     """`add()` for two seconds beside three threads that `look(thread)` without pause.
 

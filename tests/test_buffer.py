@@ -23,6 +23,7 @@ import pytest
 import torch
 from data import (
     DTYPES,
+    Halt,
     LookAlike,
     anonymous_bytes,
     bits,
@@ -45,6 +46,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from mmbuf import (
     ClosedError,
+    CorruptError,
     EmptyBufferError,
     LockedError,
     ReplayReader,
@@ -53,7 +55,12 @@ from mmbuf import (
     TrajectoryReplayBuffer,
     VersionError,
     files,
+    index,
+    storage,
 )
+from mmbuf.cache import TrajectoryCache
+from mmbuf.formats import arrow
+from mmbuf.places import Places
 from mmbuf.sampling import Uniform
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -1622,3 +1629,115 @@ def test_any_sequence_of_calls_does_what_a_list_would_do(tmp_path: Path) -> None
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+# -- what has been replaced ----------------------------------------------------------------------
+
+
+def valued(value: float, num_envs: int = 2) -> dict[str, Any]:
+    return {"rewards": torch.full((4, num_envs, 10), value)}
+
+
+def values_of(batch: dict[str, Any]) -> set[tuple[int, float]]:
+    """Id and value of each row; AssertionError where a row has two values."""
+    rewards = batch["rewards"]
+    assert (rewards == rewards[:, :1]).all()
+    ids = batch["info"]["trajectory_id"].tolist()
+    return set(zip(ids, rewards[:, 0].tolist(), strict=True))
+
+
+def reads(trajectory_id: int) -> Callable[..., bool]:
+    """Whether rows of this trajectory are about to be read from its file."""
+    return lambda _, slot, *__: slot.entry.trajectory_id == trajectory_id
+
+
+def with_ids_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a store of an earlier version may have them: names of files too."""
+    monkeypatch.setattr(index, "next_id", lambda lowest, counter, step: counter)
+
+
+@pytest.mark.parametrize("trajectory_format", ["arrow", "npy"])
+@pytest.mark.parametrize("num_envs", [1, 2, 3])
+@pytest.mark.parametrize("is_given_again", [False, True])
+def test_a_cold_read_that_a_load_overtakes_gives_rows_of_no_other_trajectory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_given_again: bool,
+    num_envs: int,
+    trajectory_format: str,
+) -> None:
+    options = {"cache_size": 0, "trajectory_format": trajectory_format}
+    with opened(tmp_path / "live", **options) as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([valued(1.0)])
+        buffer.flush()
+        buffer.sample(50)  # all files have been looked at
+        if is_given_again:
+            with_ids_given_again(monkeypatch)
+        halt = Halt(monkeypatch, Places, "read_rows", reads(1))
+        halt.run(lambda: buffer.sample(50, with_info=True))
+        buffer.load_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([valued(777.0, num_envs)])
+        buffer.flush()
+        batch = halt.result()
+        new = buffer.trajectory_ids[-1]
+        assert new == (1 if is_given_again else 2)
+        assert values_of(batch) == {(0, 0.0), (new, 777.0)}
+        marks = {buffer.get_entry(i).uuid_mark for i in (0, new)}
+        assert set(batch["info"]["handle"][:, 0].tolist()) == marks
+
+
+@pytest.mark.parametrize("is_given_again", [False, True])
+def test_a_trajectory_that_is_replaced_while_it_is_read_is_gone_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given_again: bool
+) -> None:
+    with opened(tmp_path / "live") as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([valued(1.0)])
+        buffer.flush()
+        if is_given_again:
+            with_ids_given_again(monkeypatch)
+        halt = Halt(monkeypatch, arrow, "load", lambda path, *_: "_1_" in path)
+        halt.run(lambda: buffer.get_trajectory(1))
+        buffer.load_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([valued(777.0, 5)])
+        buffer.flush()
+        if is_given_again:
+            assert torch.equal(halt.result().rewards, valued(777.0, 5)["rewards"])
+        else:
+            with pytest.raises(KeyError, match="trajectory 1"):
+                halt.result()
+
+
+def test_a_trajectory_that_is_written_while_it_is_looked_for_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "live") as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.flush()
+        buffer.clear_cache()
+        halt = Halt(monkeypatch, TrajectoryCache, "copy_of", lambda *_: True)
+        wait = Halt(monkeypatch, storage, "write", lambda *_: True)
+        wait.run(lambda: buffer.add_trajectories([valued(1.0)]) or buffer.flush())
+        halt.run(lambda: buffer.get_trajectory(1))
+        wait.result()
+        buffer.clear_cache()  # its rows are in the file only
+        assert torch.equal(halt.result().rewards, valued(1.0)["rewards"])
+
+
+@pytest.mark.parametrize("cache_size", [0, None])
+def test_a_file_of_another_trajectory_in_the_place_of_a_listed_one_is_damage(
+    tmp_path: Path, cache_size: int | None
+) -> None:
+    with opened(tmp_path / "other") as other:
+        other.add_trajectories([valued(5.0), valued(6.0)])
+    with opened(tmp_path / "live", cache_size=cache_size) as buffer:
+        buffer.add_trajectories([valued(0.0), valued(1.0)])
+        buffer.flush()
+        buffer.sample(50)
+        os.replace(tmp_path / "other/trajectory_1_.arrow", tmp_path / "live/trajectory_1_.arrow")
+        buffer.clear_cache()
+        with pytest.raises(CorruptError, match=r"trajectory_1_.arrow: expected trajectory"):
+            buffer.sample(50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from data import (
+    Halt,
     anonymous_bytes,
     columns_of,
     contents_of,
@@ -27,13 +29,17 @@ from data import (
 
 from mmbuf import (
     ClosedError,
+    CorruptError,
     EmptyBufferError,
     ReplayReader,
     SchemaError,
     TrajectoryReplayBuffer,
     files,
+    index,
     stores,
 )
+from mmbuf.formats import arrow
+from mmbuf.places import Places
 from mmbuf.window import Window
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -441,3 +447,95 @@ def test_opening_leaves_the_garbage_collector_as_it_was(store: Path, is_enabled:
     finally:
         gc.enable()
     assert seen == [False]
+
+
+# -- what is replaced meanwhile ------------------------------------------------------------------
+
+
+def valued(value: float, num_envs: int = 2) -> dict[str, Any]:
+    return {"rewards": torch.full((4, num_envs, 10), value)}
+
+
+@pytest.mark.parametrize("trajectory_format", ["arrow", "npy"])
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("is_given_again", [False, True])
+@pytest.mark.parametrize("cache_size", [0, None])
+def test_a_read_that_a_load_overtakes_gives_rows_of_no_other_trajectory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cache_size: int | None,
+    is_given_again: bool,
+    num_envs: int,
+    trajectory_format: str,
+) -> None:
+    with opened(tmp_path / "live", trajectory_format=trajectory_format) as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([valued(1.0)])
+        buffer.flush()
+        with ReplayReader(tmp_path / "live", cache_size=cache_size) as reader:
+            if cache_size == 0:
+                reader.sample(50)  # all files have been looked at
+            if is_given_again:  # as an earlier version did
+                monkeypatch.setattr(index, "next_id", lambda lowest, counter, step: counter)
+            halt = Halt(
+                monkeypatch,
+                Places,
+                "read_rows" if cache_size == 0 else "fill",
+                lambda _, slot, *__: slot.entry.trajectory_id == 1,
+            )
+            halt.run(lambda: reader.sample(50, with_info=True))
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+            buffer.add_trajectories([valued(777.0, num_envs)])
+            buffer.flush()
+            batch = halt.result()
+            assert (batch["rewards"] == batch["rewards"][:, :1]).all()
+            ids, values = batch["info"]["trajectory_id"], batch["rewards"][:, 0]
+            new = 1 if is_given_again else 2
+            assert set(zip(ids.tolist(), values.tolist(), strict=True)) == {(0, 0.0), (new, 777.0)}
+
+
+def test_a_trajectory_that_is_replaced_while_a_reader_reads_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "live") as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([valued(1.0)])
+        buffer.flush()
+        with ReplayReader(tmp_path / "live") as reader:
+            halt = Halt(monkeypatch, arrow, "load", lambda path, *_: "_1_" in path)
+            halt.run(lambda: reader.get_trajectory(1))
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+            with pytest.raises(KeyError, match="trajectory 1"):
+                halt.result()
+            assert reader.trajectory_ids == [0]
+
+
+def test_a_trajectory_is_not_missed_while_another_thread_takes_in_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "live") as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        with ReplayReader(tmp_path / "live") as reader:
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+            halt = Halt(monkeypatch, Window, "open", lambda *_: True)
+            halt.run(reader.refresh)
+            assert reader.trajectory_ids == []
+            looking = threading.Timer(0.05, halt.result)
+            looking.start()
+            assert torch.equal(reader.get_trajectory(0).rewards, valued(0.0)["rewards"])
+            looking.join()
+
+
+def test_a_file_of_another_trajectory_under_the_name_of_a_listed_one_is_damage(
+    store: Path, tmp_path: Path
+) -> None:
+    with opened(tmp_path / "other") as other:
+        other.add_trajectories([trajectory(i, image=IMAGE) for i in range(3)])
+    with ReplayReader(store, cache_size=0) as reader:
+        reader.sample(100)
+        os.replace(tmp_path / "other/trajectory_1_.arrow", store / "trajectory_1_.arrow")
+        with pytest.raises(CorruptError, match=r"trajectory_1_.arrow: expected trajectory"):
+            reader.sample(100)
