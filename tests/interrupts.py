@@ -15,9 +15,12 @@ but for `mmbuf.shield`, whose own are for its tests to interrupt. Only what the 
 is interrupted, which stands for the main thread.
 
 `every_line` has a step at the begin of each line: quick, and enough where a line changes one thing.
-`every_call` has one wherever CPython 3.11 or later does look for signals: after a call, when a
-function begins, when a loop goes back. After ``x = queue.get()`` has got something and before ``x``
-has it there is no line.
+It is not for a handler that calls the library itself, as it meets locks that are held for a few
+lines without a call, where none can run.
+`every_call` has one wherever CPython 3.11 or later does look for signals: after a call of C code,
+when a function begins, when a loop goes back. After ``x = queue.get()`` has got something and
+before ``x`` has it there is no line; and a function of Python code hands over what it returns
+without a look.
 
 Not steps: where a ``with`` block is left, as no handler runs between its last bytecode and the
 ``__exit__`` of a lock.
@@ -29,8 +32,12 @@ import _weakrefset
 import contextlib
 import dis
 import gc
+import inspect
 import itertools
+import os
 import queue
+import random
+import signal
 import socket
 import sys
 import threading
@@ -66,6 +73,7 @@ class Interrupt:
         self._is_fine = is_fine
         self._handler: Callable[[], object] = _raise
         self._error: BaseException | None = None
+        self._python_calls: set[FrameType] = set()  # whose last call was of a Python function
 
     def __call__(
         self, function: Callable[[], Any], handler: Callable[[], object] | None = None
@@ -75,7 +83,7 @@ class Interrupt:
         ``handler()`` is called at the step, within the call; None: raises KeyboardInterrupt, which
         ends here. Any other error of the call is raised.
         """
-        self._handler = handler or _raise
+        self._handler, self.result = handler or _raise, None
         tracer, profiler, hook = sys.gettrace(), sys.getprofile(), sys.unraisablehook
         sys.unraisablehook = lambda error: None if error.exc_value is self._error else hook(error)
         is_collecting = gc.isenabled()
@@ -91,6 +99,7 @@ class Interrupt:
         finally:
             sys.settrace(tracer)
             sys.setprofile(profiler)
+            self._python_calls.clear()
             sys.unraisablehook = hook
             if is_collecting:
                 gc.enable()
@@ -113,7 +122,11 @@ class Interrupt:
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         """For a frame that begins: what traces it."""
-        if self.was_met or not _is_of_library(frame.f_code):
+        if self.was_met:
+            return None
+        if self._is_fine and frame.f_back is not None and _is_called_directly(frame.f_code):
+            self._python_calls.add(frame.f_back)
+        if not _is_of_library(frame.f_code):
             return None
         if self._is_fine:
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
@@ -132,6 +145,10 @@ class Interrupt:
             nonlocal before
             if event == "opcode":
                 before, last = frame.f_lasti, before
+                if frame in self._python_calls:
+                    self._python_calls.remove(frame)
+                    if last not in _star_calls(frame.f_code):
+                        return trace
                 if before in _steps(frame.f_code).get(last, ()):
                     self._step(frame)
             return trace
@@ -142,6 +159,8 @@ class Interrupt:
         # A call at the end of a block, whose error the block's own handlers get: after it there may
         # be no other bytecode of the block.
         code = frame.f_code
+        if event.startswith("c_"):
+            self._python_calls.discard(frame)  # what C code called
         if event == "c_return" and _is_of_library(code) and frame.f_lasti not in _steps(code):
             self._step(frame)
 
@@ -174,6 +193,19 @@ def _raise() -> None:
 def _is_of_library(code: CodeType) -> bool:
     name = code.co_filename
     return name in _OTHERS or (name.startswith(_LIBRARY) and name != shield.__file__)
+
+
+@cache
+def _is_called_directly(code: CodeType) -> bool:
+    """Not by C code that makes an object, or has a generator go on."""
+    return code.co_name != "__init__" and not code.co_flags & inspect.CO_GENERATOR
+
+
+@cache
+def _star_calls(code: CodeType) -> frozenset[int]:
+    """Calls like ``function(*arguments)``, which CPython 3.11 makes by C code."""
+    instructions = dis.get_instructions(code)
+    return frozenset(i.offset for i in instructions if i.opname == "CALL_FUNCTION_EX")
 
 
 @cache
@@ -225,3 +257,41 @@ def _handlers(code: CodeType) -> Callable[[int], int]:
         return found[-1] if found else -1
 
     return handler
+
+
+@contextlib.contextmanager
+def storm(seed: int, longest_s: float) -> Iterator[list[bool]]:
+    """SIGALRM at random moments, in the main thread; it raises while the list that comes is true.
+
+    What a call returns is the test's, and the list is set, with nothing called in between::
+
+        try:
+            is_open[0] = True
+            found = channel.get()
+            is_open[0] = False
+        except KeyboardInterrupt:
+            is_open[0] = False
+    """
+    is_open = [False]
+
+    def handle(*_: object) -> None:
+        if is_open[0]:
+            raise KeyboardInterrupt
+
+    is_over = threading.Event()
+
+    def send() -> None:
+        rng = random.Random(seed)
+        while not is_over.wait(rng.uniform(0, longest_s)):
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield is_open
+    finally:
+        is_open[0] = False
+        is_over.set()
+        thread.join()
+        signal.signal(signal.SIGALRM, before)
