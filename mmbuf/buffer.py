@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mmbuf import arguments, checkpoint, files, shield, storage, vm
+from mmbuf import arguments, checkpoint, files, shield, snapshot, storage, vm
 from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
@@ -39,6 +39,9 @@ from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 _log = logging.getLogger("mmbuf")
 
 _Read = TypeVar("_Read")
+
+# What a read fails with where others have removed or moved files.
+_MAY_HAVE_MOVED = (EmptyBufferError, CorruptError, FileNotFoundError)
 
 
 class TrajectoryReplayBuffer:
@@ -287,13 +290,14 @@ class TrajectoryReplayBuffer:
         if self._is_closed:
             raise _closed("sample")
         while True:
+            num_dropped = self._window.num_dropped
             try:
                 # Called as it is, by no C code: so that no interrupt loses a batch that has come.
                 return self._window.sample(
                     num_chunks, out, sampler, with_info, as_numpy, as_tensordict, device
                 )
-            except (CorruptError, FileNotFoundError):
-                self._check_can_retry()
+            except _MAY_HAVE_MOVED as error:
+                self._check_can_retry(error, num_dropped)
 
     def get_trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory as it was added, steps that are left out of the rows included.
@@ -314,21 +318,37 @@ class TrajectoryReplayBuffer:
         return self._window.get_entry(trajectory_id)
 
     def _retried(self, read: Callable[[], _Read]) -> _Read:
-        """What ``read`` gives; in a forked child without the files that its parent has removed."""
+        """What ``read`` gives, without the files that others have removed."""
+        window = self._window
         while True:
+            num_dropped = window.num_dropped
             try:
                 return read()
-            except EmptyBufferError:
-                if self._is_closed:  # since it was looked at, by another thread or a handler
-                    raise _closed("sample") from None
-                raise
-            except (CorruptError, FileNotFoundError):
-                self._check_can_retry()
+            except _MAY_HAVE_MOVED as error:
+                self._check_can_retry(error, num_dropped)
 
-    def _check_can_retry(self) -> None:
-        """Raise the error that is handled, unless its cause is gone."""
-        if not (self._is_forked() and shield.run(self._window.drop_missing)):
-            raise
+    def _check_can_retry(self, error: Exception, num_dropped: int) -> None:
+        """Raise the error, unless something was dropped since, here or by another thread."""
+        if isinstance(error, EmptyBufferError):
+            if self._is_closed:  # since it was looked at, by another thread or a handler
+                raise _closed("sample") from None
+            with self._window.changing:  # while another thread leaves some out there may be none
+                pass
+        else:
+            shield.run(self._drop_missing)
+        if self._window.num_dropped == num_dropped:
+            raise error
+
+    def _drop_missing(self) -> None:
+        """Go on without what is not where it was, or with where it is now.
+
+        Files of a forked child's parent, and those that a memory-only buffer maps where they are.
+        """
+        if self._writer is None:
+            with self._add_lock:
+                self._window.drop_missing(snapshot.whereabouts)
+        elif self._is_forked():
+            self._window.drop_missing()
 
     # -- state -------------------------------------------------------------------------------
 
@@ -436,7 +456,7 @@ class TrajectoryReplayBuffer:
             if self._is_closed:
                 raise _closed("clear_cache")
             if self._window.cache is not None:
-                self._window.cache.drop_pages()
+                self._window.cache.drop_pages(files.exists)
 
     def clear(self) -> None:
         """Remove all trajectories, their files too. Ids go on; the schema is free again."""
@@ -480,6 +500,8 @@ class TrajectoryReplayBuffer:
                     self._writer.flush(sync=is_own)
                     if is_own:
                         return
+                else:
+                    self._window.drop_missing(snapshot.whereabouts, is_needed=False)
                 stack.enter_context(self._budget.held())
                 entries, put = stack.enter_context(self._window.held())
                 contents = Contents()
@@ -541,26 +563,28 @@ class TrajectoryReplayBuffer:
             self._check_can_write("load_checkpoint")
             if self._writer is not None:
                 self._writer.flush(sync=False)
-            contents = checkpoint.read(path)
-            checkpoint.check_files(path, contents)
-            generator = checkpoint.generator_of(path, contents, self.seed)
-            if world_size > 1:
-                contents = checkpoint.shard(contents, local_rank, world_size)
-                generator = checkpoint.stream_of(generator, local_rank, world_size)
-            contents.count_above(self._next_id)
-            if self._writer is not None:
-                directory = self._writer.directory
-                used_below = self._next_id
-                with checkpoint.brought_in(directory, path, contents, used_below) as contents:
-                    self._writer.load(contents)
-                path = directory
-            self._window.clear()
-            self._take_in(contents, path)
-            self._window.generator = generator
-            self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
-            if self._writer is not None:
-                self._writer.remove_dead_files()
-                self._count_disk_bytes(path, contents)
+            checkpoint.settled(path, lambda: self._load(path, local_rank, world_size))
+
+    def _load(self, path: str, rank: int, world_size: int) -> None:
+        contents = checkpoint.read_whole(path)
+        generator = checkpoint.generator_of(path, contents, self.seed)
+        if world_size > 1:
+            contents = checkpoint.shard(contents, rank, world_size)
+            generator = checkpoint.stream_of(generator, rank, world_size)
+        contents.count_above(self._next_id)
+        if self._writer is not None:
+            directory = self._writer.directory
+            used_below = self._next_id
+            with checkpoint.brought_in(directory, path, contents, used_below) as contents:
+                self._writer.load(contents)
+            path = directory
+        self._window.clear()
+        self._take_in(contents, path)
+        self._window.generator = generator
+        self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
+        if self._writer is not None:
+            self._writer.remove_dead_files()
+            self._count_disk_bytes(path, contents)
 
     def _take_in(self, contents: Contents, directory: str) -> None:
         if contents.schema is not None and contents.entries:

@@ -375,10 +375,10 @@ class TrajectoryCache:
             self.reclaim()
         return slot is not None
 
-    def drop_pages(self) -> None:
-        """Give back the memory of all that can be read from a file again."""
+    def drop_pages(self, is_there: Callable[[str], bool] = lambda path: True) -> None:
+        """Give back the memory of all that can be read from a file again, if that is there."""
         with self._lock:
-            self._place_anew([slot for slot in self._resident if slot.path])
+            self._place_anew([s for s in self._resident if s.path and is_there(s.path)])
         self.reclaim()
         self._pool.clear()
 

@@ -25,7 +25,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,10 @@ _LEGACY_INDEX = "trajector_index.json"
 SAVING = ".saving.json"
 _KEPT = ("trajectory_format", "seed")
 _USED_BELOW = "names_used_below"
+_MAX_LOOKS = 10  # at a directory that changes all the time
 _log = logging.getLogger("mmbuf")
+
+_T = TypeVar("_T")
 
 
 def save(
@@ -357,6 +360,43 @@ def check_files(directory: str, contents: Contents) -> None:
         size = storage.size_of(path, entry)
         if size != entry.size_bytes:
             raise CorruptError(path, f"expected {entry.size_bytes} bytes, got {size}.")
+
+
+def read_whole(directory: str) -> Contents:
+    """As `read`, of files that are all there (`check_files`)."""
+
+    def look() -> Contents:
+        contents = read(directory)
+        check_files(directory, contents)
+        return contents
+
+    return settled(directory, look)
+
+
+def settled(directory: str, look: Callable[[], _T]) -> _T:
+    """What ``look()`` gives of a directory; again where somebody has changed its index meanwhile.
+
+    What an index lists that was just replaced may be gone.
+    """
+    for _ in range(_MAX_LOOKS):
+        before = _state_of(directory)
+        try:
+            return look()
+        except (CorruptError, FileNotFoundError):
+            if _state_of(directory) == before:
+                raise
+    return look()
+
+
+def _state_of(directory: str) -> list[files.Signature | None]:
+    """What changes with every change of the index."""
+    states: list[files.Signature | None] = []
+    for name in (index.JOURNAL, index.INDEX):
+        try:
+            states.append(files.signature(files.join(directory, name)))
+        except OSError:
+            states.append(None)
+    return states
 
 
 def shard(contents: Contents, rank: int, world_size: int) -> Contents:

@@ -577,10 +577,7 @@ def opened_in(directory: int, path: str) -> Iterator[int]:
     """As `opened`, the file in an open directory that was found as that of ``path``."""
     name = os.path.basename(path)
     try:
-        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a symbolic link" if stat.S_ISLNK(mode) else "a directory, a pipe or a device"
-            raise _not_a_file(path, what)
+        _check_is_file(path, os.stat(name, dir_fd=directory, follow_symlinks=False))
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(name, flags, dir_fd=directory)
     except OSError as error:

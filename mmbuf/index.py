@@ -231,12 +231,7 @@ class JournalReader:
 
     def looks_changed(self) -> bool:
         """As `has_changed`, cheaper; but blind for a file that went away with its directory."""
-        watch, signature = self._watch, self._signature
-        if watch is not None and signature is not None:
-            with suppress(OSError):  # of a descriptor; the file's name may tell more
-                if not watch.has_changed(signature):
-                    return False
-        return self.has_changed()
+        return looks_changed(self._watch, self._signature) and self.has_changed()
 
     def refresh(self) -> Changes:
         """Read what is new; all of it when another file has taken the journal's place.
@@ -250,7 +245,7 @@ class JournalReader:
             before = self._signature
             is_same = before is not None and signature.inode == before.inode
             if not is_same and self._is_held:
-                self._watch = _watch(fd)
+                self._watch = watch(fd)
             # A new file may have got the inode of the old one, or begin as that did: a copy.
             if before is None or not self._is_read_before(fd):
                 if before is not None:
@@ -319,11 +314,20 @@ class JournalReader:
             }
 
 
-def _watch(fd: int) -> files.Watch | None:
+def watch(fd: int) -> files.Watch | None:
+    """Of an open file; None where no descriptor is left."""
     try:
         return files.Watch(fd)
-    except OSError:  # no descriptor is left: asking costs more, and is as right
+    except OSError:  # asking costs more, and is as right
         return None
+
+
+def looks_changed(watch: files.Watch | None, signature: files.Signature | None) -> bool:
+    """Whether its name is to be asked whether the file of a watch has changed."""
+    if watch is not None and signature is not None:
+        with suppress(OSError):  # of a descriptor; the file's name may tell more
+            return watch.has_changed(signature)
+    return True
 
 
 def read(directory: str) -> tuple[Contents, int]:

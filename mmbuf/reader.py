@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from mmbuf import arguments, files, shield, vm
+from mmbuf import arguments, files, shield, snapshot, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.notebook import Shown
@@ -65,7 +65,7 @@ class ReplayReader:
         ``(rank, world_size)``: only this rank's trajectories. Each belongs to exactly one rank, and
         stays with it while the stores grow. Each rank draws from a stream of its own.
     follow
-        False: what is seen stays as it was at opening.
+        False: what is seen stays as it was at opening, but for what a writer has removed.
 
     FileNotFoundError where there is no store, SchemaError where two do not fit together.
 
@@ -183,14 +183,14 @@ class ReplayReader:
         if self._follow and (self._stores.looks_new() or self._window.has_evicted):
             self.refresh()
         while True:
-            num_changes = self._num_changes
+            before = self._changes()
             try:
                 # Called as it is, by no C code: so that no interrupt loses a batch that has come.
                 return self._window.sample(
                     num_chunks, out, sampler, with_info, as_numpy, as_tensordict, device
                 )
             except _MAY_HAVE_CHANGED:
-                self._check_can_retry(num_changes)
+                self._check_can_retry(before)
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories; looks for new ones where there are fewer."""
@@ -231,28 +231,34 @@ class ReplayReader:
     def _retried(self, read: Callable[[], _Read]) -> _Read:
         """What ``read`` gives; tried again where what is seen has changed meanwhile.
 
-        A file that is gone was journalled as gone before. While another thread takes in a change,
-        what is seen may be empty, or lack a trajectory, for a moment.
+        A file that is gone was told as gone before. While another thread takes in a change, what is
+        seen may be empty, or lack a trajectory, for a moment.
         """
         while True:
-            num_changes = self._num_changes
+            before = self._changes()
             try:
                 return read()
             except _MAY_HAVE_CHANGED:
-                self._check_can_retry(num_changes)
+                self._check_can_retry(before)
             except KeyError:
-                if not shield.run(self._has_changed_since, num_changes):
+                if not shield.run(self._has_changed_since, before):
                     raise
 
-    def _check_can_retry(self, num_changes: int) -> None:
-        """Raise the error that is handled, unless something has changed since ``num_changes``."""
-        self.refresh()  # waits for the other thread
-        if self._num_changes == num_changes:
+    def _check_can_retry(self, before: tuple[int, int]) -> None:
+        """Raise the error that is handled, unless something has changed since ``before``."""
+        self.refresh()
+        if not self._follow:
+            shield.run(self._window.drop_missing, snapshot.whereabouts)
+        if not shield.run(self._has_changed_since, before):
             raise
 
-    def _has_changed_since(self, num_changes: int) -> bool:
+    def _has_changed_since(self, before: tuple[int, int]) -> bool:
         with self._window.changing:  # waits for the other thread
-            return self._num_changes != num_changes
+            return self._changes() != before
+
+    def _changes(self) -> tuple[int, int]:
+        """What is another one when what is seen has changed."""
+        return self._num_changes, self._window.num_dropped
 
     def __len__(self) -> int:
         return len(self._window.entries)

@@ -1,8 +1,8 @@
 """Stores: the trajectories of one store or of many, and what becomes of them while they grow.
 
 A path names one store; a list or a pattern (``run/rank_*``) names many, which are one list in the
-order of the time of addition. Of each live store the journal is followed; a checkpoint, or a
-directory of RLinf's, stays as it was when it was opened.
+order of the time of addition. Of each live store the journal is followed, of a checkpoint the index
+that each save replaces; a directory of RLinf's stays as it was when it was opened.
 
 A shard is the part of one rank: each trajectory belongs to exactly one, by its number among all
 that were ever added to its store and by that store's name. So it stays with its rank while stores
@@ -22,11 +22,14 @@ from mmbuf.arguments import rank_of, told
 from mmbuf.errors import MmbufError, SchemaError
 from mmbuf.index import Changes, JournalReader
 from mmbuf.schema import Schema
+from mmbuf.snapshot import SnapshotReader
 from mmbuf.window import Item
 
 # New stores are looked for so often at most: listing directories costs more than a stat.
 _LOOK_S = 1.0
 _MAX_HELD = 16  # journals that are held open
+
+_IndexReader = JournalReader | SnapshotReader
 
 
 @dataclass
@@ -75,7 +78,7 @@ class Stores:
         self.is_single = not is_list and not files.is_pattern(paths[0])
         self._rank, self._world_size = shard or (0, 1)
         self._follow = follow
-        self._journals: dict[str, JournalReader] = {}  # by directory
+        self._journals: dict[str, _IndexReader] = {}  # by directory
         self._keys: dict[str, dict[int, Hashable]] = {}  # of each directory, by trajectory id
         self._schemas: dict[str, Schema] = {}
         self._news = News()
@@ -110,7 +113,9 @@ class Stores:
             return True
         if not self.is_single and time.monotonic() - self._looked_at > _LOOK_S:
             return True
-        return self._is_any(JournalReader.has_changed)
+        if self.is_single and not self._keys:
+            return True
+        return self._is_any(lambda journal: journal.has_changed())
 
     def looks_new(self) -> bool:
         """As `has_news`, cheaper; that a directory was moved away is seen within a second."""
@@ -121,9 +126,9 @@ class Stores:
             return self.has_news()
         if self._news.gone or self._news.come:
             return True
-        return self._is_any(JournalReader.looks_changed)
+        return self._is_any(lambda journal: journal.looks_changed())
 
-    def _is_any(self, is_new: Callable[[JournalReader], bool]) -> bool:
+    def _is_any(self, is_new: Callable[[_IndexReader], bool]) -> bool:
         """Whether it is true of any journal; one that is not there counts as new."""
         try:
             for journal in list(self._journals.values()):
@@ -155,7 +160,10 @@ class Stores:
         for directory, journal in list(self._journals.items()):
             try:
                 if journal.has_changed():
-                    self._take_in(directory, *_read(journal), news)
+                    if isinstance(journal, SnapshotReader) and _is_live(directory):
+                        self._leave(directory, news)  # to be found anew, as what it is now
+                    else:
+                        self._take_in(directory, *_read(journal), news)
             except FileNotFoundError:
                 # What is mapped stays readable, and a store that was named may come again.
                 if directory not in self.paths and not files.exists(directory):
@@ -167,6 +175,8 @@ class Stores:
         if not self.is_single:
             self._look(news)
             news.sort()
+        elif not self._keys:
+            self._look(news)
         return news
 
     def _look(self, news: News) -> None:
@@ -186,29 +196,32 @@ class Stores:
     def _enter(self, directory: str, news: News, *, is_named: bool) -> None:
         if is_named and not files.is_directory(directory):
             raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
-        if files.exists(files.join(directory, index.JOURNAL)):
-            is_held = self._follow and len(self._journals) < _MAX_HELD
-            journal = JournalReader(directory, is_held=is_held)
-            try:
-                changes, schema = _read(journal)
-            except BaseException:
-                journal.let_go()  # the error's traceback may keep it for long
-                raise
-            if self._follow:
-                self._journals[directory] = journal
-        else:
-            try:
-                contents = checkpoint.read(directory)
-            except FileNotFoundError:
-                if is_named:
-                    raise
-                return  # a directory that matches and is no store, or not yet
-            if files.exists(files.join(directory, index.JOURNAL)):  # since a moment: to be followed
-                self._enter(directory, news, is_named=is_named)
-                return
+        is_live = _is_live(directory)
+        contents = None if is_live else checkpoint.read_rlinf(directory)
+        if contents is not None:
             schema = contents.schema
             entries = enumerate(contents.entries.items())
             changes = Changes(added={key: (entry, i) for i, (key, entry) in entries})
+        else:
+            is_held = self._follow and len(self._journals) < _MAX_HELD
+            kind = JournalReader if is_live else SnapshotReader
+            journal = kind(directory, is_held=is_held)
+            try:
+                changes, schema = _read(journal)
+            except BaseException as error:
+                journal.let_go()  # the error's traceback may keep it for long
+                if is_live or not isinstance(error, FileNotFoundError):
+                    raise
+                if not _is_live(directory):
+                    if is_named:
+                        raise checkpoint.missing(directory) from error
+                    return  # a directory that matches and is no store, or not yet
+            if not is_live and _is_live(directory):  # since a moment
+                journal.let_go()
+                self._enter(directory, news, is_named=is_named)
+                return
+            if self._follow:
+                self._journals[directory] = journal
         self._keys[directory] = {}
         news.is_late = True
         try:
@@ -220,7 +233,9 @@ class Stores:
     def _leave(self, directory: str, news: News) -> None:
         news.leave(self._keys.pop(directory).values())
         self._schemas.pop(directory, None)
-        self._journals.pop(directory, None)
+        journal = self._journals.pop(directory, None)
+        if journal is not None:
+            journal.let_go()
 
     def _take_in(self, directory: str, changes: Changes, schema: Schema | None, news: News) -> None:
         keys = self._keys[directory]
@@ -246,7 +261,11 @@ class Stores:
                 raise SchemaError(f"{directory}: expected {known} as in {other}, got {schema}.")
 
 
-def _read(journal: JournalReader) -> tuple[Changes, Schema | None]:
+def _is_live(directory: str) -> bool:
+    return files.exists(files.join(directory, index.JOURNAL))
+
+
+def _read(journal: _IndexReader) -> tuple[Changes, Schema | None]:
     changes = journal.refresh()
     # The files of the dead are their writer's business; their names would only pile up here.
     journal.contents.dead_files.clear()

@@ -235,10 +235,9 @@ def _read(path: str, target: str) -> Contents:
 
     ValueError if ``target`` lies in it.
     """
-    contents = checkpoint.read(path)
+    contents = checkpoint.read_whole(path)
     if _is_within(target, path):
         raise ValueError(f"target: expected a path outside of {path}, got {target}.")
-    checkpoint.check_files(path, contents)
     metadata = checkpoint.metadata_of(path, contents)
     contents.metadata = {"trajectory_format": "arrow", **metadata}
     contents.entries = {

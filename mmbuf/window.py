@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,8 @@ _UNIFORM = Uniform()  # it remembers nothing, so all may share it
 
 Key = Hashable  # what a trajectory of the list is called: its id, where there is only one store
 Item = tuple[Key, Entry, str]  # and the directory of its file
+# Of trajectories of a directory whose files are missing: see `snapshot.whereabouts`.
+Whereabouts = Callable[[str, Sequence[Entry]], Mapping[str, Entry | None]]
 
 
 class Window:
@@ -89,6 +92,7 @@ class Window:
         self._drawn: deque[int] = deque()  # rows of batches that are not counted yet
         self._num_seen = 0  # rows that were ever in the list
         self._on_fork = on_fork  # called in a forked child, to make other locks anew
+        self.num_dropped = 0  # by `drop_missing`, or moved
         # Held while a reader's list changes, and by a fork: so that no child has half a change.
         self.changing = threading.RLock()
         _windows.add(self)
@@ -148,7 +152,7 @@ class Window:
         with self._list_lock:
             for key in keys:
                 self.total_samples -= self.entries.pop(key).num_samples
-                del self._directories[key]
+                self._directories.pop(key, None)
 
     def open(self, schema: Schema, items: Iterable[Item]) -> None:
         """Append trajectories that have files, oldest first; no data file is opened."""
@@ -175,7 +179,7 @@ class Window:
     def remove(self, keys: Iterable[Key]) -> None:
         """These, which have files, are gone from the list, and from the window if they were in it.
 
-        What is older than the window moves up into it.
+        What is older than the window moves up into it; or goes too, where some have no files.
         """
         gone = set(keys)
         slots = [self._slots.pop(key) for key in gone if key in self._slots]
@@ -183,24 +187,57 @@ class Window:
         if self._window_size and slots:
             self._leaving = deque(key for key in self._leaving if key not in gone)
             if len(self._leaving) < min(len(self.entries), self._window_size):
-                self._open_anew(list(self.entries))
-                return
+                if len(self._directories) == len(self.entries):
+                    self._open_anew(list(self.entries))
+                    return
+                self.forget(self.entries.keys() - set(self._leaving))
         if self.cache is not None and slots:
             self.cache.remove(slots)
 
-    def drop_missing(self) -> bool:
-        """Remove those whose rows are neither in memory nor in a file any more; whether any are.
+    def drop_missing(
+        self, whereabouts: Whereabouts | None = None, *, is_needed: bool = True
+    ) -> None:
+        """Remove those whose rows are neither in memory nor in a file any more.
 
-        For a forked child, whose parent removes files without telling.
+        ``whereabouts`` says what has become of them (`snapshot.whereabouts`): those that it knows
+        by another name stay, and are read there. Without it all are gone: for a forked child, whose
+        parent removes files without telling. Unless it ``is_needed``, only where one of the window
+        is missing: there may be many more.
         """
         with self.changing:
-            gone = []
-            for key in self.trajectory_ids:
-                slot = self._slots.get(key)
-                if (slot is None or not slot.is_filled) and not files.exists(self._path_of(key)):
-                    gone.append(key)
+            if not is_needed and not any(map(self._is_missing, self.window_ids)):
+                return
+            missing: dict[str, dict[Key, Entry]] = {}
+            for key in filter(self._is_missing, self.trajectory_ids):
+                missing.setdefault(self._directories[key], {})[key] = self.entries[key]
+            gone: list[Key] = []
+            for directory, entries in missing.items():
+                if whereabouts is None:
+                    gone += entries
+                    continue
+                found = whereabouts(directory, list(entries.values()))
+                for key, entry in entries.items():
+                    now = found.get(entry.uuid, entry)
+                    if now is None:
+                        gone.append(key)
+                    elif now is not entry:
+                        self._move(key, now)
+                        self.num_dropped += 1
             self.remove(gone)
-            return bool(gone)
+            self.num_dropped += len(gone)
+
+    def _is_missing(self, key: Key) -> bool:
+        slot = self._slots.get(key)
+        path = self._path_of(key)
+        return path != "" and (slot is None or not slot.is_filled) and not files.exists(path)
+
+    def _move(self, key: Key, entry: Entry) -> None:
+        """The trajectory's file has another name, or another format, as in ``entry``."""
+        entry = replace(entry, trajectory_id=self.entries[key].trajectory_id)
+        self.entries[key] = entry
+        slot = self._slots.get(key)
+        if slot is not None:
+            slot.entry, slot.path, slot.is_checked = entry, self._path_of(key), False
 
     @property
     def has_evicted(self) -> bool:
@@ -419,15 +456,19 @@ class Window:
             assert cache is not None
             schema = cache.schema
             leaves = None
-            if slot is not None and slot.entry.uuid == entry.uuid and not slot.path:
+            if slot is not None and slot.entry.uuid != entry.uuid:
+                slot = None
+            if slot is not None and not slot.path:
                 leaves = cache.copy_of(slot)
             if leaves is None and entry.file:
                 path = files.join(directory, entry.file)
                 format_ = storage.FORMATS[entry.format]
                 try:
                     leaves = format_.load(path, entry, schema, can_map=self._can_map)
-                except (FileNotFoundError, CorruptError):
-                    if self.entries.get(trajectory_id) is entry:
+                except (FileNotFoundError, CorruptError) as error:
+                    if isinstance(error, FileNotFoundError) and slot is not None:
+                        leaves = cache.copy_of(slot)  # what is mapped outlives its name
+                    if leaves is None and self.entries.get(trajectory_id) is entry:
                         raise
             if leaves is not None:
                 break
@@ -465,14 +506,14 @@ class Window:
 
             def put(entry: Entry, path: str, format_name: str) -> Entry:
                 known, source = sources[entry.uuid]
-                if source:
+                slot = slots[entry.uuid]
+                lent = None
+                if slot is not None and not (source and files.exists(source)):
+                    lent = lend(slot)
+                if lent is None:
                     return storage.copy(
                         source, known, cache.schema, path, format_name, can_map=self._can_map
                     )
-                slot = slots[entry.uuid]
-                assert slot is not None
-                lent = lend(slot)
-                assert lent is not None
                 return storage.write(path, entry, cache.schema, *lent, format_name)
 
             yield entries, put

@@ -296,7 +296,7 @@ class Series:
             self._saved.add(name)
         elif op == "load":
             self._listed = list(self.checkpoints[name].listed)
-            self._counter = self.checkpoints[name].counter
+            self._counter = max(self._counter, self.checkpoints[name].counter)
         if op != "add" and op != "open":
             self.num_acknowledged += max(0, len(self._listed) - self._num_safe)
             self._num_safe = len(self._listed)
@@ -313,7 +313,8 @@ class Series:
         if op == "clear" and not found:
             return True
         if op == "load" and found == self.checkpoints[self._message["name"]].listed:
-            self._safe_counter = self.checkpoints[self._message["name"]].counter
+            counter = self.checkpoints[self._message["name"]].counter
+            self._safe_counter = max(self._safe_counter, counter)
             return True
         start = 0
         if self.options["max_disk_bytes"] is not None and found and found[0] in self._listed:

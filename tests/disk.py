@@ -35,7 +35,13 @@ class Calls:
         real = getattr(os, name)
         if name not in CHANGES:
             return real
-        return lambda *arguments: self._change(name, real, arguments)
+
+        def function(*arguments: Any, **options: Any) -> Any:
+            if options:  # what is read in an open directory; all changes go by their paths
+                return real(*arguments, **options)
+            return self._change(name, real, arguments)
+
+        return function
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         if not os.path.isdir(os.path.dirname(path)):

@@ -18,13 +18,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from children import Child, Parent
 from data import (
     anonymous_bytes,
     columns_of,
@@ -1859,6 +1861,194 @@ def test_a_buffer_that_converts_where_it_loaded_from_keeps_its_rows(
     path: Path, form: str, other: str
 ) -> None:
     save_where_it_was_loaded_from(path, form, other)
+
+
+# -- saved over while others are on it ------------------------------------------------------------
+
+
+def save_over(path: Path, *numbers: int, form: str = "arrow", **options: Any) -> None:
+    """Save ``numbers``: the newest that are in ``path``, if any, and new ones."""
+    with loaded(path, sample_window_size=len(numbers), trajectory_format=form) as buffer:
+        add(buffer, *(n for n in numbers if n not in held(buffer).values()), **options)
+        buffer.save_checkpoint(path)
+    with TrajectoryReplayBuffer() as buffer:  # what that one had in use goes with the next save
+        buffer.load_checkpoint(path)
+        buffer.save_checkpoint(path)
+
+
+@by_format
+def test_a_reader_of_a_checkpoint_follows_to_the_new_one(path: Path, form: str) -> None:
+    checkpoint_of(path, 0, 1, 2, form=form)
+    with ReplayReader(path) as reader, ReplayReader(path.parent / "check*") as other:
+        for numbers in ((1, 2, 3), (3, 4, 5), (6, 7, 8)):
+            save_over(path, *numbers, form=form)
+            for each in (reader, other):
+                assert sampled(each) == set(numbers)
+                assert set(held(each).values()) == set(numbers)
+
+
+@by_format
+def test_a_reader_that_does_not_follow_goes_on_with_what_is_left(
+    path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint_of(path, 0, 1, 2, 3, form=form)
+    with ReplayReader(path, follow=False) as reader:
+        save_over(path, 2, 3, 4, form=form)
+        assert sampled(reader) == {2, 3}
+        assert reader.trajectory_ids == [2, 3]
+        with pytest.raises(KeyError):
+            reader.get_trajectory(0)
+    assert [message.split(":")[1] for message in caplog.messages] == [
+        " the files of trajectories [0, 1] were removed by who writes there"
+    ]
+
+
+@by_format
+@pytest.mark.parametrize("window_size", [0, 3, 100])
+def test_a_memory_only_buffer_goes_on_with_what_is_left(
+    path: Path, form: str, window_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint_of(path, 0, 1, 2, 3, form=form)
+    with loaded(path, sample_window_size=window_size) as buffer:
+        add(buffer, 7)
+        save_over(path, 3, 4, 5, form=form)
+        assert sampled(buffer) == {3, 7}
+        assert held(buffer) == {3: 3, 4: 7}
+        assert (len(buffer), buffer.total_samples) == (2, 2 * N)
+        add(buffer, 8)
+        assert sampled(buffer) == {3, 7, 8}
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("form", ["arrow", "npy"])
+def test_a_memory_only_buffer_keeps_the_rows_that_it_has(path: Path, form: str) -> None:
+    checkpoint_of(path, 0, 1, 2, form=form, image=(64, 64, 3))
+    with loaded(path) as buffer:
+        assert sampled(buffer) == {0, 1, 2}
+        save_over(path, 5, form=form, image=(64, 64, 3))
+        assert [name for name in listing(path) if name.startswith("trajectory_0")] == []
+        for _ in range(2):
+            assert sampled(buffer) == {0, 1, 2}
+            assert held(buffer) == same(0, 1, 2)
+            buffer.clear_cache()  # gives back only what can be read again
+        buffer.save_checkpoint(path.with_name("again"))
+        assert buffer.trajectory_ids == [0, 1, 2]
+    assert set(held_in(path.with_name("again")).values()) == {0, 1, 2}
+
+
+def test_a_buffer_of_many_cold_trajectories_saves_what_is_left(path: Path) -> None:
+    checkpoint_of(path, *range(6))
+    with loaded(path, sample_window_size=3) as buffer:
+        save_over(path, 4, 5, 6)
+        buffer.save_checkpoint(path.with_name("again"))
+        assert sampled(buffer) == {4, 5}
+        assert buffer.trajectory_ids == [4, 5]
+    assert set(held_in(path.with_name("again")).values()) == {4, 5}
+
+
+def test_a_checkpoint_that_is_made_anew_with_other_names_is_found_again(path: Path) -> None:
+    checkpoint_of(path, 0, 1, 2)
+    with (
+        loaded(path) as buffer,
+        ReplayReader(path) as reader,
+        ReplayReader(path, follow=False) as frozen,
+    ):
+        path.rename(path.with_name("old"))
+        with loaded(path.with_name("old")) as other:
+            other.load_checkpoint(path.with_name("old"), True, 1, 2)  # trajectory 2 only
+            add(other, 8)
+            other.save_checkpoint(path)
+        (path / "trajectory_2_.arrow").rename(path / "trajectory_2_x.arrow")
+        rewrite(
+            path, lambda index: index["trajectory_index"]["2"].update(file="trajectory_2_x.arrow")
+        )
+        assert (sampled(buffer), sampled(frozen), sampled(reader)) == ({2}, {2}, {2, 8})
+        assert (held(buffer), held(frozen)) == (same(2), same(2))
+
+
+@by_format
+def test_a_file_that_a_checkpoint_still_lists_is_missed_by_all(path: Path, form: str) -> None:
+    checkpoint_of(path, 0, 1, form=form)
+    with (
+        loaded(path) as buffer,
+        ReplayReader(path) as reader,
+        ReplayReader(path, follow=False) as frozen,
+    ):
+        files.remove(str(path / f"trajectory_1_.{form}"))
+        for each in (buffer, reader, frozen):
+            for _ in range(2):
+                with pytest.raises(CorruptError, match="the file is missing"):
+                    each.sample(200)
+            assert each.trajectory_ids == [0, 1]
+
+
+def test_a_forked_child_goes_on_without_what_a_save_removed(path: Path) -> None:
+    checkpoint_of(path, 0, 1, 2)
+    with loaded(path) as buffer, Child(sample_when_told, buffer) as child:
+        save_over(path, 2, 3)
+        child.pipe.send("go")
+        assert child.result() == {2}
+        assert sampled(buffer) == {2}
+
+
+def sample_when_told(parent: Parent, buffer: TrajectoryReplayBuffer) -> set[int]:
+    parent.receive()
+    return sampled(buffer)
+
+
+def test_threads_that_miss_a_file_at_once_all_go_on(path: Path) -> None:
+    for round_ in range(10):
+        checkpoint_of(path, *range(20))
+        with (
+            loaded(path) as buffer,
+            ReplayReader(path) as reader,
+            ReplayReader(path, follow=False) as frozen,
+            ThreadPoolExecutor(9) as threads,
+        ):
+            save_over(path, 18, 19, 20)
+            sources: list[Any] = [buffer, reader, frozen] * 3
+            found = list(threads.map(sampled, sources))
+            assert found == [{18, 19}, {18, 19, 20}, {18, 19}] * 3, round_
+        shutil.rmtree(path)
+
+
+def save_over_and_over(parent: Parent, live: Path, path: Path) -> int:
+    """Save a window that moves on, until told to end."""
+    saves = 0
+    with made(live, sample_window_size=4, max_disk_bytes=200_000) as buffer:
+        while not parent.has_spoken():
+            add(buffer, buffer.trajectory_counter)
+            buffer.save_checkpoint(path)
+            saves += 1
+            if saves == 1:
+                parent.send("saved")
+    return saves
+
+
+def test_whatever_is_on_a_checkpoint_that_is_saved_over_all_the_time_goes_on(
+    live: Path, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL")
+    with Child(save_over_and_over, live, path) as child:
+        assert child.receive() == "saved"
+        deadline = time.monotonic() + 5
+        seen: set[int] = set()
+        with (
+            ReplayReader(path) as reader,
+            ReplayReader(path, cache_size=0) as cold,
+            made(path.with_name("own")) as own,
+        ):
+            while time.monotonic() < deadline:
+                seen |= sampled(reader) | sampled(cold)
+                with ReplayReader(path, follow=False) as frozen, loaded(path) as buffer:
+                    for each in (frozen, buffer):
+                        with suppress(EmptyBufferError):  # all of it may have gone by now
+                            sampled(each)
+                own.load_checkpoint(path)
+                assert 1 <= len(held(own)) <= 4
+        child.pipe.send("end")
+        assert child.result() > 20
+        assert len(seen) > 10
 
 
 # -- resume --------------------------------------------------------------------------------------

@@ -1022,7 +1022,7 @@ def test_a_store_that_begins_while_it_is_looked_at_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its journal appears between the look for one and the reading of a store without one."""
-    real = checkpoint.read
+    real = checkpoint.read_rlinf
     begun: list[TrajectoryReplayBuffer] = []
 
     def read(path: str) -> Any:
@@ -1033,7 +1033,7 @@ def test_a_store_that_begins_while_it_is_looked_at_is_followed(
         return real(path)
 
     (tmp_path / "rank_0").mkdir()
-    monkeypatch.setattr(checkpoint, "read", read)
+    monkeypatch.setattr(checkpoint, "read_rlinf", read)
     with ReplayReader(tmp_path / "rank_*") as reader, begun[0] as buffer:
         assert len(reader) == 1
         add(buffer, 1, 2)

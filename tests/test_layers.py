@@ -51,6 +51,7 @@ RANKS = {
     "staging": 5,
     "batch": 4,
     "salvage": 3,
+    "snapshot": 3,
     "sampling": 7,
     "sampling.draw": 3,
     "sampling.uniform": 4,

@@ -556,15 +556,16 @@ def test_a_directory_called_like_a_pattern_is_one_store(tmp_path: Path) -> None:
     assert Seen(begin(tmp_path / "run[1]", 0)).keys == [0]
 
 
-def test_a_checkpoint_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_gone_stays_as_it_was_until_there_is_one_again(tmp_path: Path) -> None:
     saved = checkpoint(tmp_path / "saved", 0, 1)
     live = begin(tmp_path / "live", 2)
     seen = Seen(saved, live)
     shutil.rmtree(saved)
-    checkpoint(saved, 5)
     append(live, add_line(entry(3)))
     assert seen.refresh() == [(str(saved), 0), (str(saved), 1), (str(live), 2), (str(live), 3)]
-    assert Seen(saved).keys == [5]
+    checkpoint(saved, 5)
+    assert seen.refresh() == [(str(live), 2), (str(live), 3), (str(saved), 5)]
+    seen.stores.close()
 
 
 def test_a_missing_store_of_a_list_is_not_found(tmp_path: Path) -> None:
@@ -600,6 +601,101 @@ def test_has_news_may_be_asked_while_stores_come_and_go(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# -- checkpoints that are saved over ---------------------------------------------------------------
+
+
+def save_over(directory: Path, *ids: int, schema: Schema = SCHEMA) -> None:
+    contents = Contents()
+    contents.schema = schema
+    for i in ids:
+        contents.add(entry(i))
+    index.write_snapshots(str(directory), contents, {})
+
+
+def test_a_checkpoint_that_is_saved_over_is_followed(tmp_path: Path) -> None:
+    saved = checkpoint(tmp_path / "saved", 0, 1, 2)
+    seen = Seen(saved)
+    assert not seen.stores.looks_new()
+    save_over(saved, 1, 2, 3)
+    assert seen.stores.looks_new()
+    assert seen.refresh() == [1, 2, 3]
+    assert not seen.stores.looks_new()
+    save_over(saved, 7, schema=OTHER)
+    assert (seen.refresh(), seen.stores.schema) == ([7], OTHER)
+    save_over(saved)
+    assert seen.refresh() == []
+    seen.stores.close()
+
+
+def test_checkpoints_beside_stores_are_followed_when_they_are_saved_over(tmp_path: Path) -> None:
+    saved = [checkpoint(tmp_path / f"saved_{i}", i, 10 + i) for i in range(20)]
+    live = begin(tmp_path / "saved_live", 30)
+    seen = Seen(tmp_path / "saved_*")
+    for i, path in enumerate(saved):
+        save_over(path, 10 + i, 40 + i)
+    append(live, add_line(entry(31)))
+    expected = [(str(saved[i]), 10 + i) for i in range(20)]
+    expected += [(str(live), 30), (str(live), 31)]
+    expected += [(str(saved[i]), 40 + i) for i in range(20)]
+    assert sorted(seen.refresh(), key=lambda key: key[1]) == expected  # type: ignore[index]
+    seen.stores.close()
+
+
+def test_a_checkpoint_that_does_not_follow_stays_as_it_was(tmp_path: Path) -> None:
+    saved = checkpoint(tmp_path / "saved", 0, 1)
+    seen = Seen(saved, follow=False)
+    save_over(saved, 2)
+    assert seen.refresh() == [0, 1]
+
+
+@pytest.mark.parametrize("is_pattern", [False, True])
+def test_a_store_that_is_begun_where_a_checkpoint_was_is_followed(
+    tmp_path: Path, is_pattern: bool
+) -> None:
+    saved = checkpoint(tmp_path / "saved", 0, 1)
+    seen = Seen(tmp_path / "save*" if is_pattern else saved)
+
+    def keys(*ids: int) -> list[Hashable]:
+        return [(str(saved), i) if is_pattern else i for i in ids]
+
+    shutil.rmtree(saved)
+    assert seen.refresh() == ([] if is_pattern else keys(0, 1))
+    begin(saved, 4)
+    save_over(saved)  # the snapshot of a live store is older than its journal
+    assert seen.refresh() == keys(4)
+    append(saved, add_line(entry(5)), drop_line(4))
+    assert seen.refresh() == keys(5)
+    seen.stores.close()
+
+
+def test_a_damaged_index_of_a_checkpoint_is_said_and_what_was_seen_stays(tmp_path: Path) -> None:
+    saved = checkpoint(tmp_path / "saved", 0, 1)
+    seen = Seen(saved)
+    (saved / index.INDEX).write_text("{")
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="not an index"):
+            seen.refresh()
+        assert seen.keys == [0, 1]
+    save_over(saved, 1)
+    assert seen.refresh() == [1]
+    seen.stores.close()
+
+
+def test_every_rank_sees_its_part_of_a_checkpoint_that_is_saved_over(tmp_path: Path) -> None:
+    saved = checkpoint(tmp_path / "saved", *range(10))
+    ranks = [Seen(saved, shard=(rank, 3)) for rank in range(3)]
+    before = ranks_of(saved, 3)
+    for newest in (12, 20, 21):
+        save_over(saved, *range(newest - 10, newest))
+        now = ranks_of(saved, 3)
+        for rank, seen in enumerate(ranks):
+            assert seen.refresh() == [i for i in range(newest - 10, newest) if now[i] == rank]
+        assert all(now[i] == before[i] for i in now.keys() & before.keys())
+        before = now
+    for seen in ranks:
+        seen.stores.close()
 
 
 # -- errors half way -----------------------------------------------------------------------------

@@ -456,7 +456,7 @@ class RayReplayBuffer:
         num_shards = len(self._shards.all)
         ranks, state = _read_state(path)
         for source in ranks or [path]:
-            checkpoint.check_files(source, checkpoint.read(source))
+            checkpoint.read_whole(source)
         is_same = bool(state) and len(ranks) == num_shards
         merged = files.temporary(path)
         try:
