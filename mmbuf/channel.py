@@ -7,6 +7,13 @@ the block alive while it is under way, though the sender be gone, and ends the s
 at `Channel.close`, behind the last message. A producer that is killed within `Channel.put`
 has put nothing.
 
+An exception of a signal handler (``KeyboardInterrupt``) may come anywhere in the main thread, and a
+handler may call the channel itself. CPython runs handlers, and lets other threads have their turn,
+after a call, where a loop goes back and where a function begins, and nowhere else. So what puts an
+item in or takes one out is a few statements without a call, the last before the caller goes on: it
+is done or not, for handlers and threads alike, and no lock is held. C code that is to be called
+there is prepared as an iterator (``map``) and called by unpacking it.
+
 Of its own module, beside the collector, since it knows nothing of trajectories.
 """
 
@@ -24,18 +31,21 @@ import socket
 import struct
 import sys
 import termios
-import threading
 import time
 import weakref
+from _thread import allocate_lock
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
 
+from mmbuf import files, shield
 from mmbuf.arguments import seconds, told, whole
 from mmbuf.errors import ClosedError
 
@@ -43,13 +53,14 @@ from mmbuf.errors import ClosedError
 MAX_ITEMS_BETWEEN_PROCESSES = 256
 
 _MESSAGE = struct.Struct("<QQ")  # bytes of the block, bytes of its head
+_RIGHTS_BYTES = socket.CMSG_LEN(array("i").itemsize)  # of one descriptor
 _ALIGNMENT = 64
 _SOCKET_BYTES = 1 << 20
 # A turn takes microseconds: who has it for so long was killed in it.
 _TURN_TIMEOUT_S = 1.0
-# How soon a blocked put sees room that a consumer made and was killed before it could say so.
+# How soon one who waits sees what nobody told him: who made room was killed before, or interrupted.
 _RECHECK_S = 0.1
-_LONGEST_WAIT_S = 86_400.0  # as an int of milliseconds it fits in what the system takes
+_SHORTEST_PAUSE_S = 0.0005  # of one who was told: what he waits for is only just to come
 
 
 class Channel:
@@ -88,14 +99,16 @@ class Channel:
         """Put ``item`` in; wait for room, for ever or for ``timeout_s``.
 
         `queue.Full` after the timeout, `ClosedError` once the channel is closed (also while it
-        waits). If it raises, the item is not in the channel.
+        waits). If it raises, a signal handler's exception too, the item is not in the channel.
         """
         self._items.put(item, seconds("timeout_s", timeout_s))
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Take the oldest item; wait for one, for ever or for ``timeout_s``.
 
-        `queue.Empty` after the timeout, `ClosedError` once the channel is closed and empty.
+        `queue.Empty` after the timeout, `ClosedError` once the channel is closed and empty. If a
+        signal handler's exception ends it, the item is still there; between processes, for this
+        process only.
         """
         return self._items.get(seconds("timeout_s", timeout_s))
 
@@ -127,16 +140,59 @@ _CLOSED_TO_PUT = "Channel.put: the channel is closed. The item was not put in."
 _CLOSED_TO_GET = "Channel.get: the channel is closed and empty. Nothing more will come."
 
 
+class _Wait:
+    """How one caller waits: until he is woken, looks again after pauses, and at last gives up.
+
+    ``lock`` is held until somebody wakes him, and is another one for each time that he waits.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.lock: Any = None
+        self._remaining_s = _countdown(timeout_s)
+        self._pause_s = _RECHECK_S
+
+    def begins(self) -> bool:
+        """Whether there is time left; then there is a lock, that he puts among those who wait."""
+        if self._remaining_s() <= 0:
+            return False
+        lock = allocate_lock()
+        lock.acquire()
+        self.lock = lock
+        return True
+
+    def sleep(self, waiting: deque[Any]) -> None:
+        """Until he is woken, or for a pause; then he is not among ``waiting`` any more."""
+        lock = self.lock
+        is_woken = False
+        try:
+            is_woken = lock.acquire(timeout=max(0.0, min(self._pause_s, self._remaining_s())))
+        finally:
+            self.lock = None
+            if lock in waiting:
+                with contextlib.suppress(ValueError):
+                    waiting.remove(lock)
+        self._pause_s = _SHORTEST_PAUSE_S if is_woken else min(2 * self._pause_s, _RECHECK_S)
+
+
+def _wake(waiting: deque[Any]) -> None:
+    """Wake the one who waits for longest."""
+    with contextlib.suppress(IndexError):  # woken by another
+        waiting.popleft().release()
+
+
 class _ThreadQueue:
-    """The standard library's `queue.Queue` cannot be closed before Python 3.13; this one can."""
+    """The standard library's `queue.Queue` cannot be closed before Python 3.13; this one can.
+
+    Who puts or takes wakes one who waits for that *before*, as nothing may be called afterwards:
+    who is woken looks again, soon at first.
+    """
 
     def __init__(self, maxsize: int) -> None:
-        self._maxsize = maxsize
+        self._num_free = maxsize
         self._items: deque[Any] = deque()
         self._is_closed = False
-        lock = threading.Lock()  # guards the two above
-        self._may_put = threading.Condition(lock)
-        self._may_get = threading.Condition(lock)
+        self._putters: deque[Any] = deque()  # locks of those who wait
+        self._getters: deque[Any] = deque()
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -145,37 +201,52 @@ class _ThreadQueue:
         )
 
     def put(self, item: Any, timeout_s: float | None) -> None:
-        with self._may_put:
-            if not self._may_put.wait_for(self._has_room_or_is_closed, timeout_s):
-                raise queue.Full
+        wait: _Wait | None = None
+        while True:
+            if self._num_free and self._getters:
+                _wake(self._getters)
             if self._is_closed:
                 raise ClosedError(_CLOSED_TO_PUT)
-            self._items.append(item)
-            self._may_get.notify()
+            if self._num_free:
+                self._num_free -= 1
+                self._items += (item,)
+                return
+            if wait is None:
+                wait = _Wait(timeout_s)
+            elif wait.lock is not None:
+                self._putters += (wait.lock,)
+                wait.sleep(self._putters)
+            elif not wait.begins():  # and look again: now he would be woken
+                raise queue.Full
 
     def get(self, timeout_s: float | None) -> Any:
-        with self._may_get:
-            if not self._may_get.wait_for(self._has_items_or_is_closed, timeout_s):
-                raise queue.Empty
-            if not self._items:
+        wait: _Wait | None = None
+        while True:
+            if self._items and self._putters:
+                _wake(self._putters)
+            if self._items:
+                item = self._items[0]
+                del self._items[0]
+                self._num_free += 1
+                return item
+            if self._is_closed:
                 raise ClosedError(_CLOSED_TO_GET)
-            self._may_put.notify()
-            return self._items.popleft()
+            if wait is None:
+                wait = _Wait(timeout_s)
+            elif wait.lock is not None:
+                self._getters += (wait.lock,)
+                wait.sleep(self._getters)
+            elif not wait.begins():  # and look again: now he would be woken
+                raise queue.Empty
 
     def close(self) -> None:
-        with self._may_put:
-            self._is_closed = True
-            self._may_put.notify_all()
-            self._may_get.notify_all()
+        self._is_closed = True
+        for waiting in (self._putters, self._getters):
+            while waiting:
+                _wake(waiting)
 
     def __len__(self) -> int:
         return len(self._items)
-
-    def _has_room_or_is_closed(self) -> bool:
-        return self._is_closed or len(self._items) < self._maxsize
-
-    def _has_items_or_is_closed(self) -> bool:
-        return self._is_closed or bool(self._items)
 
 
 class _ProcessQueue:
@@ -209,15 +280,18 @@ class _ProcessQueue:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._maxsize, self._inlet, self._outlet, self._turn = state
+        self._pid = files.process_id()
+        self._returned: deque[_Message] = deque()  # taken by a `get` that was interrupted
         # Not in `close`: other threads may be waiting on the descriptors.
         for end in (self._inlet, self._outlet):
             weakref.finalize(self, end.close).atexit = False
+        weakref.finalize(self, _close_all, self._returned).atexit = False
 
     def put(self, item: Any, timeout_s: float | None) -> None:
         remaining_s = _countdown(timeout_s)
         block: _Block | None = None
         while True:
-            if len(self) < self._maxsize:
+            if self._num_unread() < self._maxsize:
                 block = block or _Block.of(item)
                 if self._has_sent(block):
                     return
@@ -231,11 +305,18 @@ class _ProcessQueue:
 
     def _has_sent(self, block: _Block) -> bool:
         """Send ``block`` if there is room."""
-        self._turn.acquire(timeout=_TURN_TIMEOUT_S)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [block.descriptor]))
+        acquire = map(self._turn.acquire, (True,), (_TURN_TIMEOUT_S,))
+        send = map(self._inlet.sendmsg, ([block.message],), ([rights],))
+        release = map(methodcaller("release"), (self._turn,))
+        has_asked = False
         try:
-            if len(self) >= self._maxsize:
+            _ = [*acquire]
+            has_asked = True
+            if self._num_unread() >= self._maxsize:
                 return False
-            socket.send_fds(self._inlet, [block.message], [block.descriptor])
+            _ = [*send]
+            return True
         except BrokenPipeError:
             raise ClosedError(_CLOSED_TO_PUT) from None
         except OSError as error:
@@ -245,34 +326,58 @@ class _ProcessQueue:
             raise
         finally:
             # Also when it was not acquired, or a dead holder would cost every put the timeout.
-            with contextlib.suppress(ValueError):
-                self._turn.release()
-        return True
+            if has_asked:
+                try:
+                    _ = [*release]
+                except ValueError:
+                    has_asked = False
 
     def get(self, timeout_s: float | None) -> Any:
+        self._begin_anew_in_a_child()
         remaining_s = _countdown(timeout_s)
-        while True:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(self._outlet, _MESSAGE.size, 1)
-            except BlockingIOError:
-                wait_s = remaining_s()
-                if wait_s <= 0:
-                    raise queue.Empty from None
-                connection.wait([self._outlet], min(wait_s, _LONGEST_WAIT_S))
-                continue
-            if message:
-                with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                    self._outlet.send(b"\0")
-                return _loaded(message, descriptors)
-            # The last item and the end may have come between the kernel's two looks.
-            if not len(self):
-                raise ClosedError(_CLOSED_TO_GET)
+        message = _Message()
+        try:
+            while not message.raw:
+                if self._returned:
+                    message = self._returned[0]
+                    del self._returned[0]
+                    break
+                receive = map(self._outlet.recvmsg, (_MESSAGE.size,), (_RIGHTS_BYTES,))
+                try:
+                    [(message.raw, message.rights, _, _)] = receive
+                except BlockingIOError:
+                    wait_s = remaining_s()
+                    if wait_s <= 0:
+                        raise queue.Empty from None
+                    connection.wait([self._outlet], min(wait_s, _RECHECK_S))
+                    continue
+                if message.raw:
+                    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                        self._outlet.send(b"\0")
+                # The last item and the end may have come between the kernel's two looks.
+                elif not self._num_unread():
+                    raise ClosedError(_CLOSED_TO_GET)
+            shield.run(message.load)
+            return message.item
+        except BaseException:
+            if message.raw:
+                self._returned += (message,)
+            raise
+
+    def _begin_anew_in_a_child(self) -> None:
+        """What the parent has taken is the parent's."""
+        if self._pid != files.process_id():
+            self._pid = files.process_id()
+            _close_all(self._returned)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # macOS: shut down before
             self._inlet.shutdown(socket.SHUT_RDWR)
 
     def __len__(self) -> int:
+        return self._num_unread() + len(self._returned)
+
+    def _num_unread(self) -> int:
         unread = fcntl.ioctl(self._outlet.fileno(), termios.FIONREAD, bytes(4))
         return int.from_bytes(unread, sys.byteorder) // _MESSAGE.size
 
@@ -290,7 +395,10 @@ class _Block:
 
     def __init__(self, storage: torch.UntypedStorage, head_bytes: int) -> None:
         self._storage = storage  # owns the descriptor
-        self.descriptor, size_bytes = storage._share_fd_cpu_()
+        # Torch's own method beneath the one that holds a lock meanwhile, for storages that others
+        # know: a handler that came within that one could put nothing.
+        share = super(torch.UntypedStorage, storage)._share_fd_cpu_
+        self.descriptor, size_bytes = share()  # type: ignore[no-untyped-call]
         self.message = _MESSAGE.pack(size_bytes, head_bytes)
 
     @classmethod
@@ -310,15 +418,55 @@ class _Block:
         return cls(storage, len(head))
 
 
+class _Message:
+    """What `get` took from the socket; it stays until its item is with the caller."""
+
+    def __init__(self) -> None:
+        self.raw = b""  # empty: no message
+        self.rights: Sequence[tuple[int, int, bytes]] = ()  # as ``recvmsg`` gives them
+        self.item: Any = None
+        self._is_loaded = False
+        self._lock = shield.Lock()
+
+    def load(self) -> None:
+        """Have the item ready. One that cannot be loaded is no message any more."""
+        with self._lock:
+            if not self._is_loaded:
+                try:
+                    self.item = _loaded(self.raw, self._descriptors())
+                except Exception:
+                    self.raw = b""
+                    self.close()
+                    raise
+                self._is_loaded = True
+                self.close()
+
+    def _descriptors(self) -> list[int]:
+        found = array("i")
+        for _, _, data in self.rights:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+        return list(found)
+
+    def close(self) -> None:
+        """Close its descriptor; the item has its own."""
+        descriptors, self.rights = self._descriptors(), ()
+        for descriptor in descriptors:
+            socket.close(descriptor)
+
+
+def _close_all(messages: deque[_Message]) -> None:
+    while messages:
+        messages.popleft().close()
+
+
 def _loaded(message: bytes, descriptors: list[int]) -> Any:
     """The item in the block that ``message`` describes; its tensors look into the block."""
     if not descriptors:
         raise OSError(errno.EMFILE, "Channel.get: no file descriptor was free; the item is lost")
     size_bytes, head_bytes = _MESSAGE.unpack(message)
-    with open(descriptors[0], "rb", buffering=0):  # closes it; the storage has its own
-        storage = torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined]
-            descriptors[0], size_bytes
-        )
+    storage = torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined]
+        descriptors[0], size_bytes
+    )
     memory = _bytes_of(storage)
     body, sizes = pickle.loads(memory[:head_bytes].data)
     places, _ = _places(head_bytes, sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -13,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import data
 import numpy as np
 import pytest
 import torch
+from interrupts import every_call, every_line, storm
 
 from mmbuf.channel import MAX_ITEMS_BETWEEN_PROCESSES, Channel
 from mmbuf.errors import ClosedError
@@ -480,3 +483,254 @@ def test_close_wakes_a_get_in_another_process() -> None:
     requests.close()
     process.join(5.0)
     assert process.exitcode == 0
+
+
+# ---------------------------------------------------------------- interrupted by signal handlers
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What ``call`` gives in another thread, that would wait for ever for a lock left held."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(timeout=LONG_S)
+
+
+def test_what_an_interrupted_put_did_not_return_from_is_not_in(
+    make: Callable[[int], Channel],
+) -> None:
+    channel, returned = make(2), []
+    for interrupt in every_call():
+        interrupt(lambda: returned.append(channel.put("item")))
+        assert len(channel) == len(returned), interrupt.place
+        in_thread(lambda: channel.put("other", timeout_s=LONG_S))
+        assert [channel.get() for _ in range(len(channel))] == ["item"] * len(returned) + ["other"]
+        returned.clear()
+
+
+def test_what_an_interrupted_get_did_not_return_is_still_there(
+    make: Callable[[int], Channel],
+) -> None:
+    channel = make(3)
+    numbers = iter(range(10_000))
+    expected: list[int] = []
+    for interrupt in every_call():
+        while len(channel) < 3:
+            expected.append(next(numbers))
+            channel.put(expected[-1], timeout_s=LONG_S)
+        if not interrupt(lambda: channel.get()) or interrupt.result is not None:
+            assert interrupt.result == expected.pop(0), interrupt.place
+        assert len(channel) == len(expected), interrupt.place
+        assert in_thread(lambda: channel.get(timeout_s=LONG_S)) == expected.pop(0), interrupt.place
+
+
+@pytest.mark.parametrize("every", [every_line, every_call])
+def test_an_interrupted_wait_keeps_nobody_waiting(
+    make: Callable[[int], Channel], every: Any
+) -> None:
+    for interrupt in every():
+        channel = make(1)
+        with suppress(queue.Empty):
+            interrupt(lambda: channel.get(timeout_s=0.001))  # noqa: B023
+        channel.put(1)
+        with suppress(queue.Full):
+            interrupt(lambda: channel.put(2, timeout_s=0.001))  # noqa: B023
+        assert in_thread(lambda: channel.get(timeout_s=LONG_S)) == 1  # noqa: B023
+        in_thread(lambda: channel.put(3, timeout_s=LONG_S))  # noqa: B023
+        assert channel.get(timeout_s=LONG_S) == 3, interrupt.place
+        channel.close()
+
+
+def test_an_interrupted_close_closed_or_not_and_can_be_called_again(
+    make: Callable[[int], Channel],
+) -> None:
+    for interrupt in every_line():
+        channel = make(1)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(channel.get)
+            interrupt(channel.close)
+            channel.close()
+            assert isinstance(waiting.exception(timeout=LONG_S), ClosedError), interrupt.place
+
+
+def test_a_handler_may_use_the_channel_within_any_call_of_it(
+    make: Callable[[int], Channel],
+) -> None:
+    """No item is lost or doubled, and nobody waits for who is below him."""
+    for call in ("put", "get"):
+        channel, given, got = make(8), [0], []
+        channel.put(0)
+
+        def handle() -> None:
+            given.append(len(given))  # noqa: B023
+            channel.put(given[-1], timeout_s=LONG_S)  # noqa: B023
+            got.append(channel.get(timeout_s=LONG_S))  # noqa: B023
+
+        for interrupt in every_call():
+            if call == "put":
+                given.append(len(given))
+                interrupt(lambda: channel.put(given[-1]), handle)  # noqa: B023
+                got.append(channel.get(timeout_s=LONG_S))
+            else:
+                interrupt(channel.get, handle)
+                got.append(interrupt.result)
+                given.append(len(given))
+                channel.put(given[-1])
+        got.append(channel.get(timeout_s=LONG_S))
+        assert sorted(got) == given
+        assert len(channel) == 0
+
+
+def test_a_handler_that_closes_within_a_put_or_a_get_leaves_no_item_inside(
+    make: Callable[[int], Channel],
+) -> None:
+    for interrupt in every_call():
+        channel, put, got = make(2), [], []
+
+        def run() -> None:
+            channel.put("item")  # noqa: B023
+            put.append("item")  # noqa: B023
+            got.append(channel.get())  # noqa: B023
+
+        with suppress(ClosedError):
+            interrupt(run, channel.close)
+        got += [] if not interrupt.was_met else channel
+        assert got == put, interrupt.place
+
+
+def test_an_interrupt_ends_a_get_and_a_put_that_wait(make: Callable[[int], Channel]) -> None:
+    channel = make(1)
+
+    def raise_it(*_: object) -> None:
+        raise TimeoutError("by the handler")
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    try:
+        for call in (channel.get, lambda: channel.put(2)):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            began_s = time.monotonic()
+            with pytest.raises(TimeoutError, match="by the handler"):
+                call()
+            assert time.monotonic() - began_s < 5.0
+            if not len(channel):
+                channel.put(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert channel.get() == 1
+
+
+@pytest.mark.parametrize("of_main", ["get", "put"])
+def test_random_interrupts_neither_lose_nor_double_an_item(
+    make: Callable[[int], Channel], of_main: str
+) -> None:
+    """Real signals, in the main thread; the other end is another thread."""
+    channel, got, num_interrupted = make(2), [], 0
+    deadline = time.monotonic() + 1.5
+    last = None
+
+    def produce() -> None:
+        with channel:
+            for number in itertools.count():
+                if time.monotonic() > deadline:
+                    return
+                channel.put(number)
+
+    def consume() -> None:
+        got.extend(channel)
+
+    other = threading.Thread(target=produce if of_main == "get" else consume)
+    with storm(3, 0.003) as is_open:
+        other.start()
+        number, is_closed = 0, False
+        while not is_closed and (of_main == "get" or time.monotonic() < deadline):
+            has_got = False
+            try:
+                is_open[0] = True
+                if of_main == "get":
+                    last = channel.get()
+                    has_got = True
+                else:
+                    channel.put(number)
+                    number += 1
+                is_open[0] = False
+            except KeyboardInterrupt:
+                is_open[0] = False
+                num_interrupted += 1
+            except ClosedError:
+                is_open[0] = False
+                is_closed = True
+            if has_got:
+                got.append(last)
+    channel.close()
+    other.join(LONG_S)
+    assert not other.is_alive()
+    assert num_interrupted > 20
+    assert got == list(range(len(got)))
+    assert of_main == "get" or len(got) == number
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_interrupted_puts_and_gets_leave_no_descriptor_open() -> None:
+    def use() -> None:
+        channel = Channel(2, "spawn")
+        for interrupt in every_call():
+            if not len(channel):
+                channel.put(torch.zeros(4))
+            interrupt(lambda: channel.get())
+        for interrupt in every_call():
+            interrupt(lambda: channel.put(torch.zeros(4)))
+            if len(channel):
+                channel.get()
+        channel.put(torch.zeros(4))
+        channel._items._returned += (received(channel),)  # type: ignore[union-attr]
+
+    use()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    use()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def received(channel: Channel) -> Any:
+    """The message of a get that was interrupted as soon as it had one."""
+    for interrupt in every_call():
+        interrupt(lambda: channel.get())
+        returned = channel._items._returned  # type: ignore[union-attr]
+        if returned:
+            return returned.popleft()
+        if interrupt.result is not None:
+            channel.put(interrupt.result)
+    raise AssertionError
+
+
+def get_nothing(channel: Channel) -> None:
+    with suppress(queue.Empty):
+        channel.get(timeout_s=0)
+        os._exit(1)
+
+
+def test_what_an_interrupted_get_holds_is_not_got_by_a_forked_child_as_well() -> None:
+    channel = Channel(2, FORK)
+    channel.put("item")
+    channel._items._returned += (received(channel),)  # type: ignore[union-attr]
+    process = forked(get_nothing, channel)
+    process.join(LONG_S)
+    assert process.exitcode == 0
+    assert channel.get(timeout_s=LONG_S) == "item"
+
+
+class Spoilt:
+    """Cannot be loaded."""
+
+    def __reduce__(self) -> Any:
+        return int, ("spoilt",)
+
+
+def test_an_item_that_cannot_be_loaded_is_told_once() -> None:
+    channel = Channel(2, "spawn")
+    channel.put(Spoilt())
+    channel.put(2)
+    with pytest.raises(ValueError, match="spoilt"):
+        channel.get()
+    assert len(channel) == 1
+    assert channel.get() == 2

@@ -8,7 +8,7 @@ command line above the package, which it uses as anybody else would.
 test can put another disk in their place. Elsewhere ``os`` is allowed for what never touches the
 disk: ``os.PathLike`` and ``os.fsdecode`` (a path as the caller gives it) and
 ``os.register_at_fork``. ``fcntl`` belongs to `files`; `channel` alone may use ``fcntl.ioctl`` (how
-much of a socket is unread) and ``open`` (of a descriptor that it was sent).
+much of a socket is unread).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ HARMLESS = {
     ("window", "os"): {"register_at_fork"},
     ("channel", "fcntl"): {"ioctl"},
 }
-OPENERS = {"files", "vm", "channel"}
+OPENERS = {"files", "vm"}
 
 
 def _name_of(path: Path) -> str:
