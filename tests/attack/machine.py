@@ -21,7 +21,7 @@ from children import Child
 
 from attack import readers, trainer
 from attack.board import Slot
-from attack.process import PATIENCE_S, Orders, Papers
+from attack.process import PATIENCE_S, Account, Orders, Papers
 from attack.rows import serial_of
 from mmbuf import ReplayReader, health
 
@@ -36,7 +36,10 @@ class Config:
     """One kind of buffer, and what the attack on it goes without.
 
     That is for finding out what a failure comes from: names of calls in `trainer.WEIGHTS` and of
-    forms in ``Trainer._add``, or ``signals``, ``handlers``, ``kills``, ``follower``, ``sitter``.
+    forms in ``Trainer._add``, or ``signals``, ``handlers``, ``again`` (signals in a call that was
+    interrupted), ``kills``, ``follower``, ``sitter``, ``save over`` (of the checkpoint that the
+    sitter is on), ``load at once`` (a window that is empty while a checkpoint is loaded is no fault
+    then).
     """
 
     name: str
@@ -72,6 +75,23 @@ class _Attacked:
     child: Child
 
 
+@dataclasses.dataclass
+class Summary:
+    """What all processes did, and the figures of those that lived to the end."""
+
+    tally: Counter[str] = dataclasses.field(default_factory=Counter)
+    figures: dict[str, dict[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        counts = [f"{what} {number}" for what, number in sorted(self.tally.items())]
+        figures = [
+            f"{role}, {what}: {early:g}, late {late:g}"
+            for role, told in self.figures.items()
+            for what, (early, late) in told.items()
+        ]
+        return "\n".join(["; ".join(counts), *figures])
+
+
 class Machine:
     """An attack on one store, in an empty directory, for so many seconds."""
 
@@ -85,10 +105,10 @@ class Machine:
         self._orders.put(Orders())
         self._attacked: dict[str, _Attacked] = {}
         self._num_lives = 0
-        self._tally: Counter[str] = Counter()
+        self._summary = Summary()
 
-    def run(self) -> Counter[str]:
-        """What was done, and how often; AssertionError at the first that went wrong."""
+    def run(self) -> Summary:
+        """What was done; AssertionError at the first that went wrong."""
         try:
             self._start_trainer()
             for role, life in (("follower", readers.follow), ("sitter", readers.sit)):
@@ -100,7 +120,7 @@ class Machine:
         finally:
             for attacked in self._attacked.values():
                 attacked.child.kill()
-        return self._tally
+        return self._summary
 
     def _start_trainer(self) -> None:
         self._num_lives += 1
@@ -113,8 +133,7 @@ class Machine:
         attacked = _Attacked(papers, Child(life, papers, life_s=left_s))
         self._attacked[role] = attacked
         deadline = time.monotonic() + _STARTING_S
-        while not attacked.child.pipe.poll(0.01):
-            self._judge(attacked)
+        while not attacked.child.pipe.poll(0.01):  # it does so when it has died as well
             assert time.monotonic() < deadline, self._told(attacked, "does not begin")
         self._receive(attacked)
 
@@ -171,24 +190,19 @@ class Machine:
     def _kill_trainer(self) -> None:
         attacked = self._attacked.pop("trainer")
         attacked.child.kill()
-        self._count(attacked)
-        self._tally["kills"] += 1
+        self._summary.tally.update(attacked.papers.tally.get()[1] or {})
+        self._summary.tally["kills"] += 1
         self._start_trainer()
-
-    def _count(self, attacked: _Attacked) -> None:
-        self._tally.update(attacked.papers.tally.get()[1] or {})
 
     def _end(self) -> None:
         self._orders.put(Orders(is_over=True))
         deadline = time.monotonic() + _ENDING_S
         for attacked in self._attacked.values():
             while not attacked.child.pipe.poll(0.01):
-                assert attacked.child.exit_code is None, self._told(attacked, "has died")
                 assert time.monotonic() < deadline, self._told(attacked, "does not end")
-            self._receive(attacked)
-            if attacked.papers.role == "trainer":
-                globals()["LAST"] = attacked.papers
-            self._count(attacked)
+            account: Account = self._receive(attacked)
+            self._summary.tally.update(account.tally)
+            self._summary.figures[attacked.papers.role] = account.figures
 
     def _check_what_is_left(self) -> None:
         """The store is what it must be, and nothing in it or in a checkpoint is damaged."""
@@ -207,13 +221,13 @@ class Machine:
                 assert found == [], self._told(self._attacked["trainer"], f"{path}: {found}")
 
 
-def run(directory: Path, config: Config, seed: int, life_s: float) -> Counter[str]:
-    """An attack; its tally. Its directory is left where it has failed."""
-    tally = Machine(directory, config, seed, life_s).run()
+def run(directory: Path, config: Config, seed: int, life_s: float) -> Summary:
+    """An attack. What is in its directory is left where it has failed."""
+    summary = Machine(directory, config, seed, life_s).run()
     for path in directory.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         else:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-    return tally
+    return summary

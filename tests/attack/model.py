@@ -13,7 +13,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from attack.board import Slot
 
@@ -122,6 +122,13 @@ class State:
     @property
     def possible(self) -> tuple[Content, ...]:
         return self.outcomes or (self.content,)
+
+
+class Moment(NamedTuple):
+    """In the history that a `Model` has."""
+
+    number: int
+    num_removals: int
 
 
 class Model:
@@ -283,18 +290,22 @@ class Model:
 
     # -- moments --
 
-    def now(self) -> int:
-        """The number of this moment, for `windows_since`."""
-        return self._num_moments
+    def now(self) -> Moment:
+        return Moment(self._num_moments, self.state.num_removals)
 
-    def windows_since(self, moment: int) -> list[Content] | None:
+    def may_have_removed(self, since: Moment) -> bool:
+        """Whether trajectories may have left the list since then, but to save disk."""
+        now = self.state.num_removals
+        return bool(since.num_removals % 2) or now != since.num_removals
+
+    def windows_since(self, moment: Moment) -> list[Content] | None:
         """Each window that there may have been since; None where that is not known any more."""
         with self.lock:
-            seen = self._since(moment)
+            seen = self._since(moment.number)
         return None if seen is None else [content for windows in seen for content in windows]
 
-    def _since(self, moment: int) -> list[tuple[Content, ...]] | None:
-        count = self._num_moments - moment + 1
+    def _since(self, number: int) -> list[tuple[Content, ...]] | None:
+        count = self._num_moments - number + 1
         if count > len(self._moments):
             return None
         return [self._moments[-n] for n in range(1, count + 1)]

@@ -65,6 +65,14 @@ class Orders:
     is_over: bool = False
 
 
+@dataclass
+class Account:
+    """What a process did, each how often; and medians of its figures, early and late."""
+
+    tally: Counter[str]
+    figures: dict[str, tuple[float, float]]
+
+
 class Member(Protocol):
     """Of a crew: `step` is called again and again; after `let_go` it holds nothing."""
 
@@ -91,8 +99,11 @@ class Signals:
     SIGINT raises KeyboardInterrupt there; the others call ``on_call``, which may be interrupted.
     """
 
-    def __init__(self, on_call: Callable[[int], None], note: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_call: Callable[[int], None], note: Callable[[str], None], *, is_patient: bool
+    ) -> None:
         self.is_open = False
+        self._is_patient = is_patient  # no more signals in a call that was interrupted
         self.num_interrupts = self.num_calls = 0
         self._on_call = on_call
         self._note = note
@@ -118,6 +129,7 @@ class Signals:
         if self.is_open and (place := _place_in_mmbuf(frame)):
             self.num_interrupts += 1
             self._note(f"interrupt at {place}")
+            self.is_open = not self._is_patient
             raise KeyboardInterrupt
 
     def _call(self, number: int, frame: FrameType | None) -> None:
@@ -190,7 +202,7 @@ class Process:
         self._idle: set[str] = set()
         self._is_paused = self._is_ended = False
         self._stacks = papers.stacks.open("w")
-        self.signals = Signals(self._on_signal, self.note)
+        self.signals = Signals(self._on_signal, self.note, is_patient=not self.has("again"))
         self._set_up()
 
     def _set_up(self) -> None:
@@ -330,8 +342,8 @@ class Process:
         yield
         self._is_paused = False
 
-    def end(self) -> dict[str, int]:
-        """End the crew and the watchdog; the tally."""
+    def end(self) -> Account:
+        """End the crew and the watchdog."""
         self._is_ended = True
         for thread in self._crew.values():
             thread.join(PATIENCE_S)
@@ -339,8 +351,7 @@ class Process:
         faulthandler.cancel_dump_traceback_later()
         if self._failure is not None:
             raise AssertionError(self._failure)
-        self.check_flat()
-        return dict(self._tally())
+        return Account(self._tally(), self._check_flat())
 
     # -- the watchdog --
 
@@ -436,11 +447,12 @@ class Process:
         },
     }
 
-    def check_flat(self) -> None:
-        """AssertionError if a figure has risen: medians of the last third and of the first.
+    def _check_flat(self) -> dict[str, tuple[float, float]]:
+        """Each figure's median in the first third and in the last; AssertionError if it rose.
 
         The first quarter of a series does not count, and short ones say nothing.
         """
+        told: dict[str, tuple[float, float]] = {}
         for kind, bounds in self._BOUNDS.items():
             series = self.series[kind][len(self.series[kind]) // 4 :]
             third = len(series) // 3
@@ -451,9 +463,9 @@ class Process:
                     statistics.median(figures[name] for figures in part)
                     for part in (series[:third], series[-third:])
                 )
+                told[f"{kind}: {name}"] = first, last
                 assert last <= first * (1 + share) + slack, (
                     f"{kind}: {name} rose from {first:g} to {last:g}: "
                     f"{[round(figures[name]) for figures in series]}"
                 )
-                if kind == "quiet" and name in ("descriptors", "anonymous MiB"):
-                    self.note(f"{kind}: {name} from {first:g} to {last:g}")
+        return told

@@ -16,7 +16,7 @@ from children import Parent
 
 from attack import rows
 from attack.model import State
-from attack.process import Papers, Process
+from attack.process import Account, Papers, Process
 from attack.rows import Drawer, Drawing, Drawn
 from attack.trainer import OVER
 from mmbuf import EmptyBufferError, ReplayReader, SchemaError, TrajectoryReplayBuffer
@@ -24,13 +24,13 @@ from mmbuf import EmptyBufferError, ReplayReader, SchemaError, TrajectoryReplayB
 _OWN = rows.MAX_SERIAL // 2  # serials from here on are of what is added in memory only
 
 
-def follow(parent: Parent, papers: Papers) -> dict[str, int]:
-    """Readers that follow the store; their tally."""
+def follow(parent: Parent, papers: Papers) -> Account:
+    """Readers that follow the store."""
     return Follower(parent, papers).live()
 
 
-def sit(parent: Parent, papers: Papers) -> dict[str, int]:
-    """A reader and a memory-only buffer on a checkpoint that is saved over; their tally."""
+def sit(parent: Parent, papers: Papers) -> Account:
+    """A reader and a memory-only buffer on a checkpoint that is saved over."""
     return Sitter(parent, papers).live()
 
 
@@ -117,8 +117,8 @@ class _Reading(Process):
             self.note_pair(rows.serial_of(ended.result), i)
             self.count("trajectories compared")
 
-    def stay(self, calls: dict[Callable[[], None], float]) -> dict[str, int]:
-        """Make these calls, each as often as its weight says, until all is over; the tally."""
+    def stay(self, calls: dict[Callable[[], None], float]) -> Account:
+        """Make these calls, each as often as its weight says, until all is over."""
         self.start_crew()
         self.say_ready()
         while not self.is_over:
@@ -184,7 +184,7 @@ class _Beside:
 class Follower(_Reading):
     """Two readers of the store, one of which only the main thread uses."""
 
-    def live(self) -> dict[str, int]:
+    def live(self) -> Account:
         self._open("own")
         self._open("shared")
         for number in range(2):
@@ -258,7 +258,7 @@ class Sitter(_Reading):
         self._path = self.directory / OVER
         self._next_own = _OWN
 
-    def live(self) -> dict[str, int]:
+    def live(self) -> Account:
         while not self._path.exists():
             if self.is_over:
                 return self.end()

@@ -22,8 +22,8 @@ from typing import Any
 from children import Parent
 
 from attack import rows
-from attack.model import Content, Listing, Model
-from attack.process import PATIENCE_S, Ended, Papers, Process
+from attack.model import Content, Listing, Model, Moment
+from attack.process import PATIENCE_S, Account, Ended, Papers, Process
 from attack.rows import Drawer, Drawing, Drawn
 from mmbuf import (
     Channel,
@@ -70,8 +70,8 @@ class Held:
     drawers: dict[str, Drawer] = field(default_factory=dict)  # of each thread its own
 
 
-def live(parent: Parent, papers: Papers) -> dict[str, int]:
-    """One life of the trainer; its tally."""
+def live(parent: Parent, papers: Papers) -> Account:
+    """One life of the trainer."""
     return Trainer(parent, papers).live()
 
 
@@ -101,7 +101,7 @@ class Trainer(Process):
             "drop": self._drop,
         }
 
-    def live(self) -> dict[str, int]:
+    def live(self) -> Account:
         self._open()
         for number in range(2):
             self.hire(f"samples {number}", Samples(self, f"samples {number}"))
@@ -121,8 +121,9 @@ class Trainer(Process):
             (name,) = ["clear"] if is_long else self.rng.choices(names, weights)
             self._calls[name]()
         with self.alone():
-            self._close_it(is_exposed=False)
-            self.held = None
+            if self.held is not None:
+                self._close_it(is_exposed=False)
+                self.held = None
             self.check_nothing_left("after the last close")
         return self.end()
 
@@ -339,10 +340,12 @@ class Trainer(Process):
         self.check_drawn(drawn, moment)
         return drawn
 
-    def is_no_fault(self, error: Exception, held: Held, drawing: Drawing, moment: int) -> bool:
+    def is_no_fault(self, error: Exception, held: Held, drawing: Drawing, moment: Moment) -> bool:
         """Whether an error of a batch that was drawn from a moment on is deserved."""
         windows = self.model.windows_since(moment) or (Content(),)  # forgotten: perhaps all
         if isinstance(error, EmptyBufferError):
+            if not self.has("load at once") and self.model.may_have_removed(moment):
+                return True
             return held.may_be_closed or any(not content.listed for content in windows)
         if isinstance(error, SchemaError):  # it was to refill a batch of another schema
             return drawing.refills is not None and any(
@@ -351,7 +354,7 @@ class Trainer(Process):
             )
         return isinstance(error, ClosedError) and held.may_be_closed
 
-    def check_drawn(self, drawn: Drawn, moment: int) -> None:
+    def check_drawn(self, drawn: Drawn, moment: Moment) -> None:
         """AssertionError unless all that was drawn has been in the window since that moment."""
         self.count("rows checked", len(drawn.codes))
         windows = self.model.windows_since(moment)
@@ -415,6 +418,8 @@ class Trainer(Process):
     def _save(self) -> None:
         before = self.model.content
         name = self.rng.choice(_SAVED)
+        if name == OVER and not self.has("save over") and self.path_of(OVER).exists():
+            return
         if self.rng.random() < 0.1:  # into the store itself
             save = functools.partial(self._buffer.save_checkpoint, self.papers.store)
             ended = self.do("save: where it is", save, self.is_deserved)
@@ -486,7 +491,7 @@ class Trainer(Process):
         held.may_be_closed = True
         return held.buffer.close
 
-    def _draw_within(self, held: Held, drawing: Drawing, moment: int) -> None:
+    def _draw_within(self, held: Held, drawing: Drawing, moment: Moment) -> None:
         try:
             batch = drawing.call()
         except (EmptyBufferError, ClosedError, SchemaError) as error:
@@ -565,7 +570,7 @@ class Gets:
 
     def step(self) -> None:
         trainer, held, model = self._trainer, self._trainer.held, self._trainer.model
-        moment, num_removals = model.now(), model.state.num_removals
+        moment = model.now()
         ids = [] if held is None else held.buffer.trajectory_ids
         if held is None or not ids:
             time.sleep(0.001)
@@ -577,8 +582,7 @@ class Gets:
             if not held.may_be_closed:
                 raise
         except KeyError:
-            may_be_gone = num_removals % 2 or num_removals != model.state.num_removals
-            if not may_be_gone and not self._may_be_old(i, moment):
+            if not model.may_have_removed(moment) and not self._may_be_old(i, moment):
                 raise
         else:
             serial = rows.serial_of(trajectory)
@@ -586,7 +590,7 @@ class Gets:
             trainer.count("trajectories compared")
         time.sleep(self._rng.uniform(0, 0.01))
 
-    def _may_be_old(self, i: int, moment: int) -> bool:
+    def _may_be_old(self, i: int, moment: Moment) -> bool:
         """Whether it may have been removed to save disk."""
         windows = self._trainer.model.windows_since(moment)
         return self._trainer.is_bounded and (
