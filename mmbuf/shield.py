@@ -84,10 +84,14 @@ class _Job:
                 _pool.start()
 
     def leave(self) -> None:
-        """Wait for the end after an interrupt, or see to it that the job never begins.
+        """Wait for the end after an interrupt, or see to it that the job never begins."""
+        while not self.is_left:
+            try:
+                self._leave()
+            except BaseException:  # another interrupt: the first is on its way already
+                continue
 
-        May be interrupted again, and is called again then.
-        """
+    def _leave(self) -> None:
         if self.turn.acquire(False):
             self.is_left = True
             return
@@ -174,17 +178,15 @@ def run(function: Callable[..., _T], *arguments: Any) -> _T:
             job.wait()
     except BaseException:
         job.is_cancelled = True
-        # More of them may come at any time, and where a loop goes back as well, which is outside of
-        # its `try`. So there are two: that one comes there in each takes two within 0.1 µs.
-        while not job.is_left:
+        # More interrupts may come; `leave` takes them but where it begins and where its loop goes
+        # back. So that each of these is waited out by the next.
+        try:
+            job.leave()
+        finally:
             try:
-                while not job.is_left:
-                    try:
-                        job.leave()
-                    except BaseException:
-                        continue
-            except BaseException:
-                continue
+                job.leave()
+            finally:
+                job.leave()
         raise
     if not is_given:
         return function(*arguments)

@@ -263,13 +263,17 @@ def test_a_reader_never_sees_what_is_not_published(tmp_path: Path, disk: threadi
 def test_a_failed_write_is_raised_and_the_rows_are_kept_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    are_added = threading.Event()
+
     def full(*_: object) -> None:
+        assert are_added.wait(30)
         raise OSError(28, "No space left on device")
 
     with opened(tmp_path) as buffer:
         with monkeypatch.context() as patch:
             patch.setattr(files, "write_at", full)
             buffer.add_trajectories([trajectory(0), trajectory(1)])
+            are_added.set()
             with pytest.raises(WriteError, match="No space left") as caught:
                 buffer.flush()
             assert isinstance(caught.value.__cause__, OSError)

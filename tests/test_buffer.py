@@ -760,8 +760,8 @@ def test_size_and_samples_count_the_list_and_the_window_has_counts_of_its_own(
 def test_stats_tell_the_rate_the_age_and_the_waiting(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
         fill(buffer, 2)
-        buffer.get_stats()
         start_s = time.monotonic()
+        buffer.get_stats()  # the rate is that since some moment within this
         buffer.sample(1000)
         time.sleep(0.02)
         stats = buffer.get_stats()

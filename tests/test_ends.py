@@ -221,12 +221,13 @@ def test_a_dropped_buffer_that_cannot_write_says_how_much_is_lost(
     buffer.flush()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "mmbuf"):
         patch.setattr(files, "allocate", full)
-        buffer.add_trajectories([ITEM] * 2)
+        buffer.add_trajectories([ITEM])
         del buffer
         wait_for(tmp_path).close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: a buffer was dropped without close, and 2 trajectories were not written: "
-        f"[Errno 28] No space left on device: " + caplog.records[0].getMessage().rpartition(": ")[2]
-    ]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(
+        f"{tmp_path}: a buffer was dropped without close, and 1 trajectories were not written: "
+        f"[Errno 28] No space left on device"
+    )
     assert stored_ids(tmp_path) == [0]
     assert len(names_of(tmp_path)) == 1

@@ -267,7 +267,7 @@ def test_an_interrupt_within_a_handler_within_an_interrupt_is_waited_for_as_well
         steps.append("ended")
 
     def interrupt(*_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0003)  # the next one
+        signal.setitimer(signal.ITIMER_REAL, 0.001)  # the next one
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
