@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ from mmbuf.window import Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 
 _log = logging.getLogger("mmbuf")
-
-_Read = TypeVar("_Read")
 
 # What a read fails with where others have removed or moved files.
 _MAY_HAVE_MOVED = (EmptyBufferError, CorruptError, FileNotFoundError)
@@ -151,10 +149,10 @@ class TrajectoryReplayBuffer:
             self._lock.release()
             raise
         self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
-        window, metadata = self._window, self._metadata_source()
+        window = self._window
         self._writer = TrajectoryWriter(  # has nothing of the buffer: it may outlive it
             index,
-            metadata,
+            partial(_metadata, window, self.trajectory_format, self.seed),
             lambda entry: window.set_written(entry, directory),
             window.forget,
             self.trajectory_format,
@@ -306,9 +304,15 @@ class TrajectoryReplayBuffer:
         """
         if self._is_closed:
             raise _closed("get_trajectory")
-        read = partial(self._window.get_trajectory, trajectory_id)
-        trajectory: Trajectory = shield.run(self._retried, read)
-        return trajectory
+        return shield.run(self._get_trajectory, trajectory_id)
+
+    def _get_trajectory(self, trajectory_id: int) -> Trajectory:
+        while True:
+            num_dropped = self._window.num_dropped
+            try:
+                return self._window.get_trajectory(trajectory_id)
+            except _MAY_HAVE_MOVED as error:
+                self._check_can_retry(error, num_dropped)
 
     def get_entry(self, trajectory_id: int) -> Entry:
         """What the index says of one trajectory: shape, weights, time of addition, file.
@@ -316,16 +320,6 @@ class TrajectoryReplayBuffer:
         KeyError if there is none of this id, or not any more.
         """
         return self._window.get_entry(trajectory_id)
-
-    def _retried(self, read: Callable[[], _Read]) -> _Read:
-        """What ``read`` gives, without the files that others have removed."""
-        window = self._window
-        while True:
-            num_dropped = window.num_dropped
-            try:
-                return read()
-            except _MAY_HAVE_MOVED as error:
-                self._check_can_retry(error, num_dropped)
 
     def _check_can_retry(self, error: Exception, num_dropped: int) -> None:
         """Raise the error, unless something was dropped since, here or by another thread."""
@@ -421,15 +415,6 @@ class TrajectoryReplayBuffer:
         """Go on with the stream of a `state_dict`; ValueError, nothing changed, if it is none."""
         self._window.load_state_dict(state)
 
-    def _metadata_source(self) -> Callable[[], dict[str, Any]]:
-        """What tells the metadata of checkpoints and snapshots, without the buffer itself."""
-        window, trajectory_format, seed = self._window, self.trajectory_format, self.seed
-        return lambda: {
-            "trajectory_format": trajectory_format,
-            "seed": seed,
-            "rng_state": window.generator.bit_generator.state,
-        }
-
     # -- giving back -------------------------------------------------------------------------
 
     def flush(self, sync: bool = False) -> None:
@@ -509,7 +494,7 @@ class TrajectoryReplayBuffer:
                 for entry in entries:
                     contents.add(entry)
                 contents.count_from(self._next_id, self._id_step)
-                metadata = self._metadata_source()()
+                metadata = _metadata(self._window, self.trajectory_format, self.seed)
                 unsynced = self._writer.unsynced() if self._writer is not None else set()
             try:
                 synced = self._sync_files(entries, unsynced)
@@ -670,6 +655,17 @@ class TrajectoryReplayBuffer:
 
 def _closed(what: str) -> ClosedError:
     return ClosedError(f"{what}: expected an open buffer, got one that was closed.")
+
+
+def _metadata(
+    window: Window, trajectory_format: str, seed: int | Sequence[int] | None
+) -> dict[str, Any]:
+    """What checkpoints and snapshots say beside the index."""
+    return {
+        "trajectory_format": trajectory_format,
+        "seed": seed,
+        "rng_state": window.generator.bit_generator.state,
+    }
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from mmbuf.trajectory import Trajectory
 from mmbuf.window import Window
 
 _Path = str | os.PathLike[str]
-_Read = TypeVar("_Read")
 
 _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
@@ -220,32 +218,29 @@ class ReplayReader:
         """As `TrajectoryReplayBuffer.get_trajectory`; by one of `trajectory_ids`."""
         if self._is_closed:
             raise _closed("get_trajectory")
-        read = partial(self._window.get_trajectory, trajectory_id)
-        trajectory: Trajectory = shield.run(self._retried, read)
-        return trajectory
+        return shield.run(self._get_trajectory, trajectory_id)
+
+    def _get_trajectory(self, trajectory_id: Any) -> Trajectory:
+        while True:
+            before = self._changes()
+            try:
+                return self._window.get_trajectory(trajectory_id)
+            except _MAY_HAVE_CHANGED:
+                self._check_can_retry(before)
+            except KeyError:
+                if not self._has_changed_since(before):
+                    raise
 
     def get_entry(self, trajectory_id: Any) -> Entry:
         """As `TrajectoryReplayBuffer.get_entry`; by one of `trajectory_ids`."""
         return self._window.get_entry(trajectory_id)
 
-    def _retried(self, read: Callable[[], _Read]) -> _Read:
-        """What ``read`` gives; tried again where what is seen has changed meanwhile.
+    def _check_can_retry(self, before: tuple[int, int]) -> None:
+        """Raise the error that is handled, unless something has changed since ``before``.
 
         A file that is gone was told as gone before. While another thread takes in a change, what is
         seen may be empty, or lack a trajectory, for a moment.
         """
-        while True:
-            before = self._changes()
-            try:
-                return read()
-            except _MAY_HAVE_CHANGED:
-                self._check_can_retry(before)
-            except KeyError:
-                if not shield.run(self._has_changed_since, before):
-                    raise
-
-    def _check_can_retry(self, before: tuple[int, int]) -> None:
-        """Raise the error that is handled, unless something has changed since ``before``."""
         self.refresh()
         if not self._follow:
             shield.run(self._window.drop_missing, snapshot.whereabouts)

@@ -285,7 +285,7 @@ class TrajectoryWriter:
                 return False
             self._has_worker = True
         try:
-            threading.Thread(target=self._run, name="mmbuf-writer", daemon=False).start()
+            threading.Thread(target=self._work, name="mmbuf-writer", daemon=False).start()
         except RuntimeError:
             with self._changed:
                 self._has_worker = False
@@ -316,10 +316,7 @@ class TrajectoryWriter:
 
     # -- in the thread -------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        self._work(linger_s=_LINGER_S)
-
-    def _work(self, *, linger_s: float) -> None:
+    def _work(self, linger_s: float = _LINGER_S) -> None:
         while self._has_more(linger_s):
             if self._pending and not self._has_failed:
                 self._write_all()

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from data import columns_of, is_equal, names_of, row_ids, trajectory
-from interrupts import Interrupt, every_call, every_line
+from interrupts import Interrupt, every_call, every_line, storm
 
 from mmbuf import ClosedError, LockedError, ReplayReader, TrajectoryReplayBuffer, vm
 
@@ -356,34 +356,6 @@ def test_a_handler_may_close_the_buffer_within_any_call(
 # -- real signals ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def interrupts(seed: int, longest_s: float) -> Iterator[list[bool]]:
-    """SIGINT at random moments; it raises while the list that it yields says so."""
-    is_open = [False]
-
-    def handle(*_: object) -> None:
-        if is_open[0]:
-            raise KeyboardInterrupt
-
-    is_over = threading.Event()
-
-    def bomb() -> None:
-        rng = random.Random(seed)
-        while not is_over.wait(rng.uniform(0, longest_s)):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, handle)
-    thread = threading.Thread(target=bomb)
-    thread.start()
-    try:
-        yield is_open
-    finally:
-        is_open[0] = False
-        is_over.set()
-        thread.join()
-        signal.signal(signal.SIGINT, before)
-
-
 def test_interrupts_at_random_moments_tear_nothing(model: Model) -> None:
     rng = random.Random(7)
     buffer, num_interrupted = model.buffer, 0
@@ -394,7 +366,7 @@ def test_interrupts_at_random_moments_tear_nothing(model: Model) -> None:
         "clear": buffer.clear,
     }
     deadline = time.monotonic() + 2.0
-    with interrupts(8, 0.004) as is_open:
+    with storm(8, 0.004) as is_open:
         while time.monotonic() < deadline:
             name = rng.choice(["add"] * 6 + ["sample"] * 4 + ["flush"] * 2 + ["clear"])
             if name == "sample" and not model.serials:
