@@ -52,7 +52,8 @@ class TrajectoryCollector:
         Values are tensors or arrays ``[B, ...]``, text as list of B str, or dicts of those.
         ``extra`` names further columns. ``dones`` that are not given are ``terminations`` or
         ``truncations``. All chunks have the columns, dtypes, row shapes and B of the first one;
-        `SchemaError` names the column that has not, and nothing of that chunk is kept.
+        `SchemaError` names the column that has not. Nothing is kept of a chunk whose call raises,
+        by a signal handler's exception either.
         """
         if dones is None:
             dones = _either(terminations, truncations)
@@ -85,9 +86,11 @@ class TrajectoryCollector:
                 copy = np.empty((step.num_envs, *column.row_shape), column.storage)
                 step.copy_rows(position, copy)
                 rows.append(copy)
-        self._schema = step.schema
-        self._num_envs = step.num_envs
-        self._steps.append(rows)
+        schema, num_envs = step.schema, step.num_envs
+        # At once: with nothing called no signal handler comes in between, or before the caller.
+        self._schema = schema
+        self._num_envs = num_envs
+        self._steps += [rows]
 
     def __len__(self) -> int:
         """T so far."""

@@ -3,6 +3,12 @@
 They can stand in the place of RLinf's classes of those names. A dataset is a handle. What it draws
 from, and what is drawn and not yet delivered, is in its `_Feed`: that is what a prefetching thread
 holds, so that a dataset which nobody holds any more ends, and its thread with it.
+
+A signal handler may raise, or call the dataset, anywhere in the main thread. So waiting and saving
+go by `shield.run`, and so does drawing where what was drawn could be lost; it waits here until it
+is delivered. That is done by a few statements without a call, the last before the caller goes on:
+between such CPython runs neither handlers nor other threads. C code that is to be called there is
+prepared as an iterator (``map``) and called by unpacking it.
 """
 
 from __future__ import annotations
@@ -14,18 +20,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
+from operator import methodcaller
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
-from mmbuf import files
+from mmbuf import files, shield
 from mmbuf.arguments import number, seconds, whole
 from mmbuf.batch import Batch
 from mmbuf.buffer import TrajectoryReplayBuffer
-from mmbuf.errors import ClosedError, EmptyBufferError, SchemaError
+from mmbuf.errors import ClosedError, EmptyBufferError, MmbufError, SchemaError
 from mmbuf.reader import ReplayReader
 from mmbuf.sampling import Sampler
 
@@ -116,10 +125,14 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         """
         feed = self._own_feed()
         feed.check_is_open("iter")
-        if self._draws_ahead and feed.start():
+        if self._draws_ahead:
+            shield.run(self._draw_ahead, feed)
+        return iter(self._next, None)  # holds the dataset
+
+    def _draw_ahead(self, feed: _Feed) -> None:
+        if feed.start(self):
             # At exit too: a thread that the interpreter ends within torch takes the process along.
             weakref.finalize(self, feed.close)
-        return iter(self._next, None)  # holds the dataset
 
     def _next(self) -> Batch | None:
         return self._own_feed().next()
@@ -134,9 +147,13 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         """What the batches to come depend on, for ``torch.load(weights_only=True)`` as well.
 
         Copies of the batches that are drawn and not delivered, and the states of the buffers'
-        generators and of the samplers; of this process, not of a DataLoader's workers.
+        generators and of the samplers; of this process, not of a DataLoader's workers. MmbufError
+        in a signal handler that came within a draw: save between two batches.
         """
-        return self._own_feed().state_dict()
+        feed = self._own_feed()
+        feed.check_is_outside("state_dict")
+        state: dict[str, Any] = shield.run(feed.state_dict)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: over the same trajectories, the same batches come.
@@ -144,7 +161,9 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         Those that wait to be delivered are dropped. ValueError where the state is another kind of
         dataset's.
         """
-        self._own_feed().load_state_dict(state)
+        feed = self._own_feed()
+        feed.check_is_outside("load_state_dict")
+        shield.run(feed.load_state_dict, state)
 
     def get_stats(self) -> dict[str, float]:
         """``batches`` delivered, ``wait_s`` spent in ``next``, batches ``prefetched`` by now."""
@@ -191,9 +210,10 @@ class _Part:
     sampler: Sampler | None
 
     def sample(self) -> Batch:
-        options: dict[str, Any] = {} if self.sampler is None else {"sampler": self.sampler}
-        batch: Batch = self.buffer.sample(self.num_rows, **options)
-        return batch
+        if self.sampler is None:
+            return self.buffer.sample(self.num_rows)  # type: ignore[no-any-return]
+        # Called as it is, by no C code: so that no interrupt loses a batch that has come.
+        return self.buffer.sample(self.num_rows, sampler=self.sampler)  # type: ignore[no-any-return]
 
 
 class _Feed:
@@ -201,6 +221,10 @@ class _Feed:
 
     At most ``depth`` are drawn and not delivered. No parts: it is closed. It belongs to one
     process, since in a forked child no thread goes on and locks may stay held.
+
+    `next`, `close` and `get_stats` wait for no lock that their own thread has: a handler, or the
+    garbage collector, may call them within anything. All else is for threads that no signal
+    reaches.
     """
 
     def __init__(self, parts: Sequence[_Part], depth: int, timeout_s: float | None) -> None:
@@ -208,11 +232,17 @@ class _Feed:
         self._depth = depth
         self._timeout_s = timeout_s
         # Taken first. Held from a draw's begin until its batch is queued, and for the state.
-        self._drawing = threading.Lock()
-        # Guards what follows. Reentrant: the garbage collector closes in the midst of anything.
-        self._changed = threading.Condition(threading.RLock())
+        self._drawing = threading.RLock()
+        # For those who wait for batches, or for trajectories; guards the times and the start.
+        self._changed = threading.Condition()
+        self._asked: SimpleQueue[None] = SimpleQueue()  # tells the thread to look for room again
+        self._holder: weakref.ref[Any] | None = None  # the dataset whose thread it is
         self._parts = parts
+        # Whether a draw that is interrupted loses nothing: what one part has drawn must not wait
+        # for the next one, unless rows are drawn with replacement.
+        self._may_draw_here = len(parts) < 2 or not any(part.sampler for part in parts)
         self._thread: threading.Thread | None = None
+        self._drawn: list[Batch] = []  # of the first parts, for a batch that failed at the next
         self._batches: deque[Batch] = deque()
         self._error: BaseException | None = None
         self._num_delivered = 0
@@ -224,17 +254,19 @@ class _Feed:
 
     @property
     def is_closed(self) -> bool:
-        return not self._parts
+        """Also where the dataset is gone, whose finalizer an interrupt may have ended."""
+        return not self._parts or (self._holder is not None and self._holder() is None)
 
     def check_is_open(self, what: str) -> None:
         if self.is_closed:
             raise ClosedError(f"{what}: expected an open dataset, got one that was closed.")
 
-    def start(self) -> bool:
-        """Draw ahead from now on; False where a thread does already."""
+    def start(self, holder: object) -> bool:
+        """Draw ahead for ``holder`` from now on; False where a thread does already."""
         with self._changed:
             if self._thread is not None:
                 return False
+            self._holder = weakref.ref(holder)
             thread = threading.Thread(target=self._draw_ahead, name="mmbuf-prefetch", daemon=True)
             thread.start()
             self._thread = thread
@@ -242,79 +274,158 @@ class _Feed:
 
     def next(self) -> Batch | None:
         """The next batch, None once closed; or raises what drawing it has raised."""
+        ask = map(self._asked.put, (None,))  # done when it is unpacked, by C code
         while not self.is_closed:
-            # Once only where a batch is there: the thread that this wakes would hold the lock.
-            with self._changed:
-                if self._batches:
-                    self._changed.notify_all()
-                    self._num_delivered += 1
-                    return self._batches.popleft()
-                if self._error is not None:
-                    self._changed.notify_all()
-                    raise self._take_error()
-            began_s = time.monotonic()
-            try:
-                if self._thread is None:
-                    self._draw(self._timeout_s)
-                else:
-                    self._wait_for_thread()
-            finally:
-                with self._changed:
-                    self._wait_s += time.monotonic() - began_s
+            # At once, with no call until the caller has it.
+            if self._batches:
+                batch = self._batches[0]
+                del self._batches[0]
+                self._num_delivered += 1
+                _ = [*ask]
+                return batch
+            if self._error is not None:
+                error, self._error = self._error, None
+                _ = [*ask]
+                try:
+                    raise error
+                finally:
+                    del error  # or it would be part of a cycle, by its traceback
+            if self._thread is not None or not self._may_draw_here:
+                shield.run(self._wait)
+            elif (batch_here := self._draw_here()) is not None:
+                return batch_here
         return None
 
-    def _take_error(self) -> BaseException:
-        error, self._error = self._error, None
-        assert error is not None
-        return error
+    def _draw_here(self) -> Batch | None:
+        """Draw a batch in this thread, for the caller; none where nothing can be drawn by now."""
+        began_s, clock = time.monotonic(), iter(time.monotonic, None)
+        acquire = map(self._drawing.acquire, (True,))
+        release = map(methodcaller("release"), (self._drawing,))
+        is_drawing = False
+        try:
+            if self._missing():
+                shield.run(self._wait_for_buffers, self._timeout_s)
+            _ = [*acquire]
+            is_drawing = True
+            parts = self._parts
+            if not parts:
+                return None
+            batch = parts[0].sample() if len(parts) == 1 else _of_all(parts)
+            self._num_delivered += 1
+            return batch
+        except EmptyBufferError:
+            if self._missing():  # cleared since: to be waited for
+                return None
+            raise
+        finally:
+            if is_drawing:
+                _ = [*release]
+            for now_s in clock:
+                self._wait_s += now_s - began_s
+                break
+
+    def _wait(self) -> None:
+        """Draw a batch, or wait until there is something to take."""
+        began_s = time.monotonic()
+        try:
+            if self._thread is None:
+                self._wait_for_buffers(self._timeout_s)
+                with self._turn():
+                    self._draw_next()
+            else:
+                self._wait_for_thread()
+        finally:
+            with self._changed:
+                self._wait_s += time.monotonic() - began_s
 
     def _wait_for_thread(self) -> None:
         """Until there is something to take; TimeoutError if it is trajectories that are missing."""
-        timeout_s = None if self._timeout_s is None else max(self._timeout_s, _SHORTEST_SLEEP_S)
+        timeout_s = math.inf if self._timeout_s is None else self._timeout_s
+        deadline_s = time.monotonic() + max(timeout_s, _SHORTEST_SLEEP_S)
         with self._changed:
-            has_come = self._changed.wait_for(
-                lambda: self.is_closed or self._batches or self._error is not None, timeout_s
-            )
-        if not has_come and (missing := self._missing()):
+            while not (self.is_closed or self._batches or self._error is not None):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                # Not for longer: `close` and interrupts tell nobody.
+                self._changed.wait(min(left_s, shield.LOOK_S))
+                shield.check()
+            else:
+                return
+        if missing := self._missing():
             raise TimeoutError(f"{missing} after {self._timeout_s} s.")
 
     def _draw_ahead(self) -> None:
         """What the thread does."""
         while self._has_room():
             try:
-                self._draw(None)
+                self._wait_for_buffers(None)
             except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
+                self._keep(error)
+                continue
+            with self._turn():
+                try:
+                    self._draw_next()
+                except BaseException as error:
+                    self._keep(error)  # still in turn: a state that is loaded then forgets it
+
+    def _keep(self, error: BaseException) -> None:
+        """For whoever asks next."""
+        with self._changed:
+            if self._parts:
+                self._error = error
+            self._changed.notify_all()
 
     def _has_room(self) -> bool:
         """Wait until there is room and no error is left to deliver; False once closed."""
-        with self._changed:
-            while len(self._batches) >= self._depth or self._error is not None:
-                if self.is_closed:
-                    break
-                # Not for ever: the collector may close in this thread between look and wait.
-                self._changed.wait(_RECHECK_S)
-            return not self.is_closed
+        while len(self._batches) >= self._depth or self._error is not None:
+            if self.is_closed:
+                break
+            with suppress(Empty):
+                self._asked.get(timeout=_RECHECK_S)
+        return not self.is_closed
 
-    def _draw(self, timeout_s: float | None) -> None:
-        """Queue one more batch once the buffers are ready; none where that has become wrong."""
-        self._wait_for_buffers(timeout_s)
-        with self._drawing:
-            parts = self._parts
-            if not parts or len(self._batches) >= self._depth:  # another thread loaded or drew
+    def _draw_next(self) -> None:
+        """Queue one more batch, in turn; none where that has become wrong."""
+        parts, drawn = self._parts, self._drawn
+        if not parts or len(self._batches) >= self._depth:  # another thread loaded or drew
+            return
+        try:
+            for part in parts[len(drawn) :]:
+                drawn.append(part.sample())
+        except EmptyBufferError:
+            if self._missing():  # cleared since: to be waited for
                 return
-            try:
-                batch = reduce(_joined, [part.sample() for part in parts])
-            except EmptyBufferError:
-                if self._missing():  # cleared since: to be waited for
-                    return
-                raise
-            with self._changed:
-                if not self.is_closed:
-                    self._batches.append(batch)
-                    self._changed.notify_all()
+            raise
+        try:
+            batch = reduce(_joined, drawn)
+        except SchemaError:
+            self._drawn = []
+            raise
+        with self._changed:
+            # At once: `close` holds no lock.
+            self._drawn = []
+            if self._parts:
+                self._batches += (batch,)
+            self._changed.notify_all()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold ``_drawing``, which is waited for only as long as the caller is not interrupted."""
+        while not self._drawing.acquire(timeout=shield.LOOK_S):
+            shield.check()
+        try:
+            yield
+        finally:
+            self._drawing.release()
+
+    def check_is_outside(self, what: str) -> None:
+        """MmbufError for a signal handler that came within a draw of this thread's."""
+        if self._drawing._is_owned():  # type: ignore[attr-defined]
+            raise MmbufError(
+                f"{what}: expected no call within a draw of the same thread, got one. "
+                f"Call it between two batches."
+            )
 
     def _wait_for_buffers(self, timeout_s: float | None) -> None:
         """Sleep until they have the trajectories that a batch waits for, or this is closed."""
@@ -328,6 +439,7 @@ class _Feed:
                 if self.is_closed:
                     return
                 self._changed.wait(min(sleep_s, left_s))
+            shield.check()
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
 
     def _missing(self) -> str:
@@ -346,44 +458,52 @@ class _Feed:
         return {name: owner for name, owner in owners.items() if hasattr(owner, "state_dict")}
 
     def state_dict(self) -> dict[str, Any]:
-        with self._drawing, self._changed:
+        with self._turn():
             self.check_is_open("state_dict")
             states = {name: owner.state_dict() for name, owner in self._owners().items()}
+            if self._drawn:
+                states["drawn"] = copy.deepcopy(self._drawn)
             return {"batches": copy.deepcopy(list(self._batches)), **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with self._drawing, self._changed:
+        with self._turn():
             self.check_is_open("load_state_dict")
             owners = self._owners()
-            if set(state) != {"batches", *owners}:
+            if set(state) - {"drawn"} != {"batches", *owners}:
                 raise ValueError(
                     f"state: expected that of a dataset with batches, {', '.join(owners)}, "
                     f"got one with {', '.join(state)}."
                 )
             for name, owner in owners.items():
                 owner.load_state_dict(state[name])
-            self._batches = deque(copy.deepcopy(state["batches"]))
-            self._error = None
-            self._changed.notify_all()
+            self._drawn = copy.deepcopy(state.get("drawn", []))
+            batches = deque(copy.deepcopy(state["batches"]))
+            with self._changed:
+                self._batches, self._error = batches, None
+                self._changed.notify_all()
+        self._asked.put(None)
 
     def get_stats(self) -> dict[str, float]:
-        with self._changed:
-            return {
-                "batches": self._num_delivered,
-                "wait_s": self._wait_s,
-                "prefetched": len(self._batches),
-            }
+        return {
+            "batches": self._num_delivered,
+            "wait_s": self._wait_s,
+            "prefetched": len(self._batches),
+        }
 
     def close(self) -> None:
         if self.pid != files.process_id():  # the parent's, dropped by a forked child
             return
-        with self._changed:
-            self._parts = ()
-            self._batches.clear()
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+        self._parts = ()
+        self._drawn, self._batches = [], deque()
         self._error = None  # its traceback holds the buffers
+        self._asked.put(None)
+        thread = self._thread
+        if thread is not None and thread.ident != threading.get_ident():
+            thread.join(_JOIN_S)
+
+
+def _of_all(parts: Sequence[_Part]) -> Batch:
+    return reduce(_joined, [part.sample() for part in parts])
 
 
 def _joined(replay: Batch, demo: Batch, path: tuple[str, ...] = ()) -> Batch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from typing import Any
 
 import data
 import numpy as np
 import pytest
 import torch
+from interrupts import every_call
 
 from mmbuf.collect import TrajectoryCollector
 from mmbuf.errors import SchemaError
@@ -200,3 +202,37 @@ def test_a_cleared_collector_takes_other_columns() -> None:
 def test_an_empty_collector_gives_no_trajectory() -> None:
     with pytest.raises(ValueError, match="expected at least one chunk, got none"):
         TrajectoryCollector().to_trajectory()
+
+
+def test_an_interrupted_append_has_taken_nothing_and_the_next_goes_on() -> None:
+    collector, expected = TrajectoryCollector(), 0
+    for interrupt in every_call():
+        interrupt(partial(collector.append, **data.chunk(expected)))
+        expected += not interrupt.was_met
+        assert len(collector) == expected, interrupt.place
+        collector.append(**data.chunk(expected))
+        expected += 1
+    assert data.bits(collector.to_trajectory().rewards) == data.bits(
+        data.collected(expected).to_trajectory().rewards
+    )
+
+
+def test_an_interrupted_first_append_leaves_the_columns_open() -> None:
+    for interrupt in every_call():
+        collector = TrajectoryCollector()
+        if interrupt(lambda: collector.append(**data.chunk(0))):  # noqa: B023
+            collector.append(bonus=torch.zeros(1))
+            assert collector.to_trajectory().num_envs == 1, interrupt.place
+
+
+def test_what_a_handler_takes_within_an_append_is_of_whole_chunks() -> None:
+    collector = data.collected(2)
+    lengths = []
+    for interrupt in every_call():
+        before = len(collector)
+        interrupt(
+            lambda: collector.append(**data.chunk(0)),
+            lambda: lengths.append(collector.to_trajectory().num_steps),
+        )
+        assert lengths in ([before], []), interrupt.place
+        lengths.clear()

@@ -6,11 +6,13 @@ import gc
 import io
 import itertools
 import pickle
+import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,13 @@ from data import (
     run_python,
     trajectory,
 )
+from interrupts import every_call
 from torch.utils.data import DataLoader
 
 from mmbuf import (
     ClosedError,
     EmptyBufferError,
+    MmbufError,
     ReplayReader,
     SchemaError,
     TrajectoryReplayBuffer,
@@ -579,7 +583,7 @@ def test_the_collector_may_close_in_the_midst_of_a_change(made: Made) -> None:
     dataset = PreloadReplayBufferDataset(made(0), None, 4, 1, 0)
     thread = thread_of(dataset)
     feed = dataset._feed
-    with feed._changed:
+    with feed._drawing, feed._changed:
         del dataset
     thread.join(20)
     assert not thread.is_alive()
@@ -1120,3 +1124,188 @@ def test_a_dataset_of_a_buffer_says_that_it_does_not_pickle(made: Made) -> None:
         pytest.raises(TypeError, match=r"use ReplayReader\(path\)"),
     ):
         pickle.dumps(dataset)
+
+
+# -- signal handlers -----------------------------------------------------------------------------
+
+
+def rows_of(buffer: Watched) -> list[Any]:
+    found = buffer.sample(buffer.total_samples, sampler=WithoutReplacement())
+    return sorted(row_ids(found))
+
+
+def check_epochs(given: list[Any], rows: list[Any], place: str) -> None:
+    """Each epoch of what was given has each row once; what is left of them stays."""
+    while len(given) >= len(rows):
+        assert sorted(given[: len(rows)]) == rows, place
+        del given[: len(rows)]
+
+
+@BOTH
+def test_an_interrupted_next_loses_no_row_of_an_epoch(kind: Any, made: Made) -> None:
+    buffer, given = made(0, 1, seed=0), []
+    rows = rows_of(buffer)
+    with kind(buffer, None, 5, 1, 0, sampler=WithoutReplacement()) as dataset:
+        batches = iter(dataset)
+        for interrupt in every_call():
+            interrupt(lambda: next(batches))
+            if interrupt.result is not None:
+                given += row_ids(interrupt.result)
+            given += row_ids(in_time(lambda: next(batches)))
+            check_epochs(given, rows, interrupt.place)
+
+
+@BOTH
+def test_an_interrupted_next_loses_no_row_of_either_buffer(kind: Any, made: Made) -> None:
+    both = made(0, seed=0), made(1, seed=0)
+    rows = [rows_of(buffer) for buffer in both]
+    samplers = {"sampler": WithoutReplacement(), "demo_sampler": WithoutReplacement()}
+    with kind(*both, 8, 1, 1, **samplers) as dataset:
+        batches, given = iter(dataset), [[], []]
+        for interrupt in every_call():
+            interrupt(lambda: next(batches))
+            for batch in (interrupt.result, in_time(lambda: next(batches))):
+                if batch is not None:
+                    found = row_ids(batch)
+                    given[0] += found[:4]
+                    given[1] += found[4:]
+            for i in range(2):
+                check_epochs(given[i], rows[i], interrupt.place)
+
+
+def in_time(function: Callable[[], Any]) -> Any:
+    """What ``function`` gives in another thread, which would wait for ever for a lock left held."""
+    thread, results = in_thread(function)
+    thread.join(60)
+    assert results, "it hangs"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+@BOTH
+def test_an_interrupted_call_leaves_a_dataset_that_goes_on(kind: Any, made: Made) -> None:
+    buffer = made(0, 1, seed=0)
+    for interrupt in every_call():
+        dataset = kind(buffer, None, 4, 1, 0, sampler=WithoutReplacement())
+
+        def run(dataset: Any = dataset) -> None:
+            next(iter(dataset))
+            dataset.load_state_dict(dataset.state_dict())
+            dataset.get_stats()
+
+        interrupt(run)
+        in_time(partial(dataset.load_state_dict, in_time(dataset.state_dict)))
+        batches = in_time(partial(iter, dataset))
+        assert len(row_ids(in_time(partial(next, batches)))) == 4, interrupt.place
+        in_time(dataset.close)
+        assert in_time(partial(next, batches, None)) is None
+    until(lambda: not prefetchers())
+
+
+@BOTH
+def test_an_interrupted_close_can_be_called_again(kind: Any, made: Made) -> None:
+    buffer = made(0)
+    for interrupt in every_call():
+        dataset = kind(buffer, None, 4, 1, 0)
+        next(iter(dataset))
+        interrupt(dataset.close)
+        dataset.close()
+        with pytest.raises(ClosedError):
+            iter(dataset)
+    until(lambda: not prefetchers())
+
+
+@pytest.mark.parametrize("call", ["next", "state_dict", "load_state_dict", "get_stats", "close"])
+@BOTH
+def test_a_handler_may_call_the_dataset_within_any_call_of_it(
+    kind: Any, call: str, made: Made
+) -> None:
+    """It is served, or refused where it came within a draw; and nobody hangs."""
+    buffer, given = made(0, 1, seed=0), []
+    rows = rows_of(buffer)
+    dataset = kind(buffer, None, 5, 1, 0, sampler=WithoutReplacement())
+    batches, state = iter(dataset), dataset.state_dict()
+    given.clear()
+
+    def handle() -> None:
+        with suppress(MmbufError):
+            if call == "next":
+                given.extend(row_ids(next(batches)))
+            elif call == "load_state_dict":
+                dataset.load_state_dict(state)
+            else:
+                getattr(dataset, call)()
+
+    for interrupt in every_call():
+        if call == "close":
+            dataset = kind(buffer, None, 5, 1, 0)
+            batches = iter(dataset)
+            interrupt(partial(next, batches, None), handle)
+            dataset.close()
+            continue
+        interrupt(partial(next, batches), handle)
+        given += row_ids(interrupt.result)
+        given += row_ids(next(batches))
+    dataset.close()
+    if call in ("state_dict", "get_stats"):
+        check_epochs(given, rows, call)
+    elif call == "next":
+        counts = Counter(given)
+        assert max(counts.values()) - min(counts.values()) <= 1
+    until(lambda: not prefetchers())
+
+
+@BOTH
+def test_an_interrupt_ends_a_next_that_waits_for_trajectories(kind: Any, made: Made) -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("by the handler")
+
+    with kind(made(0), None, 4, 2, 0) as dataset:
+        batches = iter(dataset)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            began_s = time.monotonic()
+            with pytest.raises(InterruptedError, match="by the handler"):
+                next(batches)
+            assert time.monotonic() - began_s < 3.0
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@BOTH
+def test_what_one_buffer_has_given_comes_when_the_other_one_can_give_too(
+    kind: Any, made: Made
+) -> None:
+    both = made(0, seed=0), made(1, seed=0)
+    rows = [rows_of(buffer) for buffer in both]
+    samplers = {"sampler": WithoutReplacement(), "demo_sampler": WithoutReplacement()}
+    failures = iter(range(100))
+
+    def fail() -> None:
+        if next(failures) % 2:
+            raise MemoryError
+
+    both[1].before = fail
+    with kind(*both, 8, 1, 1, **samplers) as dataset:
+        batches, found, num_halves = iter(dataset), [], 0
+        while len(found) < 24:
+            state = dataset.state_dict()
+            num_halves += "drawn" in state
+            dataset.load_state_dict(state)
+            with suppress(MemoryError):
+                found += row_ids(next(batches))
+        assert num_halves or kind is PreloadReplayBufferDataset
+    for i in range(2):
+        assert sorted(row for j in range(3) for row in found[8 * j + 4 * i :][:4]) == rows[i]
+
+
+def test_the_thread_ends_with_its_dataset_where_the_finalizer_was_lost(made: Made) -> None:
+    dataset = PreloadReplayBufferDataset(made(0), None, 4, 1, 0)
+    dataset._feed.start(dataset)
+    (thread,) = prefetchers()
+    del dataset
+    thread.join(20)
+    assert not thread.is_alive()
