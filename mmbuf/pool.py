@@ -9,69 +9,94 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mmbuf import vm
+from mmbuf import shield, vm
 
 # Below this the allocator's own memory is as fast, and blocks are whole huge pages.
 MIN_BYTES = 1 << 20
 _MAX_IDLE_BYTES = 512 << 20
 
 
+class _Loan(weakref.ref[Any]):
+    """A block that is lent, until the memory that arrays look into is gone."""
+
+    key = 0
+    block: vm.Block | None = None  # not yet
+
+
 class BatchPool:
     """Arrays over blocks of reused memory. Thread-safe, without a lock.
 
-    Blocks come back by finalizers, which run in any thread in the middle of anything; so all that
-    is done to the idle lists is one append or pop at a time.
+    Blocks come back in any thread in the middle of anything, and a signal handler may interrupt
+    what is called then. So each is held by what has it (the memory, the loan, the idle list), and
+    whatever drops it gives it back to the system; and C code notes that it has come back, for
+    `_settle`, before that is called.
     """
 
     def __init__(self, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
         self.max_idle_bytes = max_idle_bytes
-        self._idle: dict[int, list[int]] = {}
-        weakref.finalize(self, _free, self._idle).atexit = False
+        self._idle: dict[int, list[vm.Block]] = {}
+        # Of each loan also what is called at its end; by the id of the loan.
+        self._lent: dict[int, tuple[_Loan, weakref.ref[Any]]] = {}
+        self._returned: deque[_Loan] = deque()  # to be settled
+        self._on_return = partial(_settle, weakref.ref(self))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An uninitialised array, like ``numpy.empty``; its memory comes back by itself."""
         size = math.prod(shape) * dtype.itemsize
         block_bytes = vm.round_up(size, vm.HUGE_PAGE)
         try:
-            address = self._idle.setdefault(block_bytes, []).pop()
-        except IndexError:
+            block = self._idle[block_bytes].pop()
+        except LookupError:
             try:
-                address = vm.new_block(block_bytes)
+                self._settle()
+                block = shield.run(vm.new_block, block_bytes)
             except OSError:  # no mapping is left: the allocator may still have memory
                 return np.empty(shape, dtype)
-        give_back = partial(_give_back, weakref.ref(self), block_bytes)
-        return vm.lend_block(address, size, give_back).view(dtype).reshape(shape)
+        memory = block.memory(size)
+        # The callbacks of an object are called in the order from the newest to the oldest.
+        then = weakref.ref(memory, self._on_return)
+        loan = _Loan(memory, self._returned.append)
+        loan.block, loan.key = block, id(loan)
+        self._lent[loan.key] = (loan, then)
+        return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
     @property
     def idle_bytes(self) -> int:
         return sum(size * len(idle) for size, idle in list(self._idle.items()))
 
-    def keep(self, block_bytes: int, address: int) -> None:
-        """Take a block for later use."""
-        self._idle.setdefault(block_bytes, []).append(address)
+    def _settle(self) -> None:
+        """Keep what has come back for later use, or leave it to the system."""
+        while self._returned:
+            idle_bytes = self.idle_bytes
+            # At once: neither a signal handler nor another thread comes between what is done
+            # without a call.
+            if not self._returned:
+                return
+            loan = self._returned[0]
+            del self._returned[0]
+            if loan.key in self._lent:
+                del self._lent[loan.key]
+            block = loan.block
+            if block is None or idle_bytes + block.size_bytes > self.max_idle_bytes:
+                continue
+            if block.size_bytes in self._idle:
+                self._idle[block.size_bytes] += [block]
+            else:
+                self._idle[block.size_bytes] = [block]
 
     def clear(self) -> None:
         """Give the idle blocks back to the system; lent ones come back to the pool later."""
-        _free(self._idle)
+        self._settle()
+        self._idle = {}
 
 
-def _give_back(pool: weakref.ref[BatchPool], block_bytes: int, address: int) -> None:
+def _settle(pool: weakref.ref[BatchPool], _: object) -> None:
     owner = pool()
-    if owner is None or owner.idle_bytes + block_bytes > owner.max_idle_bytes:
-        vm.free_block(address, block_bytes)
-    else:
-        owner.keep(block_bytes, address)
-
-
-def _free(idle: dict[int, list[int]]) -> None:
-    for size, addresses in list(idle.items()):
-        while addresses:
-            try:
-                vm.free_block(addresses.pop(), size)
-            except IndexError:  # another thread took the last one
-                break
+    if owner is not None:
+        owner._settle()

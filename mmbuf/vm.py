@@ -19,9 +19,10 @@ import resource
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -110,22 +111,61 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-# Mappings that the system refused to take back.
-_stuck: list[tuple[int, int]] = []
+class _Pages(NamedTuple):
+    address: int
+    size_bytes: int
+    key: int = 0  # of none
+
+
+class _Mapping(weakref.ref[Any]):
+    """Pages that are given back when their owner is gone."""
+
+    __slots__ = ("address", "key", "size_bytes")
+    address: int
+    size_bytes: int
+    key: int  # in `_mappings`
+
+
+# What is to be given back: its owner is gone, or the system refused to take it.
+_unheld: deque[_Pages | _Mapping] = deque()
+# Of what has an owner: what notes its end, and what is called then, by the id of the first.
+_mappings: dict[int, tuple[_Mapping, weakref.ref[Any]]] = {}
 
 
 def _unmap(address: int, size: int) -> None:
     """`_munmap` where nobody could do anything about a failure; it is tried again with the next."""
-    _stuck.append((address, size))
-    for _ in range(len(_stuck)):
-        try:
-            mapping = _stuck.pop(0)
-        except IndexError:  # another thread has it
+    _unheld.append(_Pages(address, size))
+    _give_back_unheld()
+
+
+def _give_back_unheld(_: object = None) -> None:
+    for _ in range(len(_unheld)):
+        # Neither a signal handler nor another thread comes before the call, which is of C code.
+        if not _unheld:
             return
-        try:
-            _munmap(*mapping)
-        except OSError:
-            _stuck.append(mapping)
+        pages = _unheld[0]
+        del _unheld[0]
+        if pages.key in _mappings:
+            del _mappings[pages.key]
+        is_refused = _libc.munmap(pages.address, pages.size_bytes)
+        if is_refused:
+            _unheld.append(pages)
+
+
+def _own(owner: object, address: int, size_bytes: int) -> int:
+    """Have the pages be given back when ``owner`` is gone. Not for where signal handlers run.
+
+    Their key in ``_mappings``: who takes them out of it gives them back himself.
+
+    An object may die in the main thread, and a signal handler interrupt what Python calls then. So
+    first C code notes what is left; whoever comes next finds it.
+    """
+    # The callbacks of an object are called in the order from the newest to the oldest.
+    then = weakref.ref(owner, _give_back_unheld)
+    mapping = _Mapping(owner, _unheld.append)
+    mapping.address, mapping.size_bytes, mapping.key = address, size_bytes, id(mapping)
+    _mappings[mapping.key] = (mapping, then)
+    return mapping.key
 
 
 def _advise(address: int, size: int, advice: int) -> None:
@@ -235,8 +275,7 @@ class AddressRange:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = round_up(size_bytes, HUGE_PAGE)
         self.address = _reserve(self.size_bytes, HUGE_PAGE)
-        self._release_all = weakref.finalize(self, _unmap, self.address, self.size_bytes)
-        self._release_all.atexit = False
+        self._key = _own(self, self.address, self.size_bytes)
 
     def array(self, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """All rows ``[rows, *row_shape]`` that the range has room for; a view."""
@@ -321,7 +360,9 @@ class AddressRange:
 
         What the system refuses to take back is tried again when the next is closed.
         """
-        self._release_all()
+        key, self._key = self._key, 0
+        if _mappings.pop(key, None) is not None:
+            _unmap(self.address, self.size_bytes)
 
 
 def map_privately(fd: int, size_bytes: int) -> np.ndarray[Any, Any]:
@@ -330,11 +371,34 @@ def map_privately(fd: int, size_bytes: int) -> np.ndarray[Any, Any]:
     The mapping dies with the last array that looks into it.
     """
     prot = mmap.PROT_READ | mmap.PROT_WRITE
-    return _owned(_mmap(None, size_bytes, prot, mmap.MAP_PRIVATE, fd, 0), size_bytes)
+    address = _mmap(None, size_bytes, prot, mmap.MAP_PRIVATE, fd, 0)
+    memory: Any = (ctypes.c_char * size_bytes).from_address(address)
+    _own(memory, address, size_bytes)
+    return np.frombuffer(memory, np.uint8)
 
 
-def new_block(size_bytes: int) -> int:
-    """Address of fresh anonymous memory on a huge-page boundary, in whole huge pages."""
+class Block:
+    """Anonymous memory, in whole huge pages; it is given back when nobody has the block any more.
+
+    Also where whoever had it was interrupted before he could do anything with it.
+    """
+
+    __slots__ = ("__weakref__", "address", "size_bytes")
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+
+    def memory(self, size_bytes: int) -> Any:
+        """Its first bytes, for ``numpy.frombuffer``; they hold the block."""
+        memory: Any = (ctypes.c_char * size_bytes).from_address(self.address)
+        memory.owner = self
+        return memory
+
+
+def new_block(size_bytes: int) -> Block:
+    """A block of at least so many bytes, of zeros. Not for where signal handlers run."""
+    _give_back_unheld()
     size = round_up(size_bytes, HUGE_PAGE)
     address = _reserve(size, HUGE_PAGE)
     if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
@@ -342,24 +406,9 @@ def new_block(size_bytes: int) -> int:
         _unmap(address, size)
         raise failure
     _advise(address, size, _MADV_HUGEPAGE)
-    return address
-
-
-def free_block(address: int, size_bytes: int) -> None:
-    """Give back what `new_block` gave."""
-    _unmap(address, round_up(size_bytes, HUGE_PAGE))
-
-
-def lend_block(address: int, size_bytes: int, give_back: Any) -> np.ndarray[Any, Any]:
-    """A block as ``uint8 [size_bytes]``; ``give_back(address)`` is called when no array uses it."""
-    memory: Any = (ctypes.c_char * size_bytes).from_address(address)
-    # At exit the memory may still be looked into by tensors that outlive this module.
-    weakref.finalize(memory, give_back, address).atexit = False
-    return np.frombuffer(memory, np.uint8)
-
-
-def _owned(address: int, size_bytes: int) -> np.ndarray[Any, Any]:
-    return lend_block(address, size_bytes, lambda address: _unmap(address, size_bytes))
+    block = Block(address, size)
+    _own(block, address, size)
+    return block
 
 
 def address_space_left() -> int | None:

@@ -100,6 +100,7 @@ class Interrupt:
             sys.settrace(tracer)
             sys.setprofile(profiler)
             self._python_calls.clear()
+            self._error = None  # its traceback holds what the call had
             sys.unraisablehook = hook
             if is_collecting:
                 gc.enable()
@@ -130,30 +131,13 @@ class Interrupt:
             return None
         if self._is_fine:
             frame.f_trace_lines, frame.f_trace_opcodes = False, True
-            return self._by_opcode()
+            return _Opcodes(self._step, self._python_calls)
         return self._by_line
 
     def _by_line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line" and frame.f_lasti not in _exits(frame.f_code):
             self._step(frame)
         return self._by_line
-
-    def _by_opcode(self) -> Any:
-        before = -1
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal before
-            if event == "opcode":
-                before, last = frame.f_lasti, before
-                if frame in self._python_calls:
-                    self._python_calls.remove(frame)
-                    if last not in _star_calls(frame.f_code):
-                        return trace
-                if before in _steps(frame.f_code).get(last, ()):
-                    self._step(frame)
-            return trace
-
-        return trace
 
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
         # A call at the end of a block, whose error the block's own handlers get: after it there may
@@ -163,6 +147,25 @@ class Interrupt:
             self._python_calls.discard(frame)  # what C code called
         if event == "c_return" and _is_of_library(code) and frame.f_lasti not in _steps(code):
             self._step(frame)
+
+
+class _Opcodes:
+    """Traces one frame, for the steps of `every_call`."""
+
+    def __init__(self, step: Callable[[FrameType], None], python_calls: set[FrameType]) -> None:
+        self._step = step
+        self._python_calls = python_calls
+        self._at = -1
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> _Opcodes:
+        if event == "opcode":
+            last, self._at = self._at, frame.f_lasti
+            code = frame.f_code
+            is_looked = frame not in self._python_calls or last in _star_calls(code)
+            self._python_calls.discard(frame)
+            if is_looked and self._at in _steps(code).get(last, ()):
+                self._step(frame)
+        return self
 
 
 def every_line() -> Iterator[Interrupt]:

@@ -15,6 +15,7 @@ import data
 import numpy as np
 import pytest
 import torch
+from interrupts import every_call
 
 from mmbuf import vm
 from mmbuf.vm import HUGE_PAGE, PAGE, AddressRange, MapBudget
@@ -315,29 +316,26 @@ def test_private_map_dies_with_the_last_array_that_looks_into_it(fd: int, tmp_pa
     assert mappings(address, address + 10 * PAGE) == []
 
 
-def test_lent_block_comes_back_once_and_only_after_the_last_view() -> None:
-    given_back: list[int] = []
-    address = vm.new_block(HUGE_PAGE)
-    array = vm.lend_block(address, 1000, given_back.append)
+def test_a_block_is_given_back_when_neither_it_nor_its_memory_is_held() -> None:
+    block = vm.new_block(HUGE_PAGE)
+    address = block.address
+    array = np.frombuffer(block.memory(1000), np.uint8)
     assert (array.dtype, array.shape, array.ctypes.data) == (np.uint8, (1000,), address)
-    row = torch.from_numpy(array.view(np.int64).reshape(25, 5))[3]
-    part = row.numpy()[1:]
-    del array
+    part = torch.from_numpy(array.view(np.int64).reshape(25, 5))[3].numpy()[1:]
+    del block, array
     gc.collect()
-    after_array = list(given_back)
-    del row
-    gc.collect()
-    after_tensor = list(given_back)
+    held = mappings(address, address + HUGE_PAGE)
+    assert part.tolist() == [0, 0, 0, 0]
     del part
     gc.collect()
-    vm.free_block(address, HUGE_PAGE)
-    assert (after_array, after_tensor, given_back) == ([], [], [address])
+    assert (held != [], mappings(address, address + HUGE_PAGE)) == (True, [])
 
 
 def test_block_is_whole_huge_pages_and_freed_whole() -> None:
-    address = vm.new_block(HUGE_PAGE + 1)
+    block = vm.new_block(HUGE_PAGE + 1)
+    address = block.address
     inside = mappings(address, address + 2 * HUGE_PAGE)
-    vm.free_block(address, HUGE_PAGE + 1)
+    del block
     assert address % HUGE_PAGE == 0
     assert (inside[0][0], inside[-1][1]) == (address, address + 2 * HUGE_PAGE)
     assert mappings(address, address + 2 * HUGE_PAGE) == []
@@ -380,15 +378,23 @@ def test_reserving_more_than_the_limit_is_an_error_and_leaves_nothing() -> None:
 def test_what_the_system_refused_to_take_back_goes_with_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(address: int, size: int) -> None:
-        raise OSError(errno.ENOMEM, "refused")
-
-    first = AddressRange(SIZE)
-    address = first.address
+    first, block = AddressRange(SIZE), vm.new_block(SIZE)
+    places = [first.address, block.address]
     with monkeypatch.context() as patch:
-        patch.setattr(vm, "_munmap", refuse)
+        patch.setattr(vm._libc, "munmap", lambda address, size: -1)
         first.close()
-    assert mappings(address, address + SIZE) != []
+        del block
+    assert all(mappings(address, address + SIZE) for address in places)
     AddressRange(SIZE).close()
-    assert mappings(address, address + SIZE) == []
-    assert vm._stuck == []
+    assert not any(mappings(address, address + SIZE) for address in places)
+    assert len(vm._unheld) == 0
+
+
+def test_what_an_interrupted_finalizer_left_goes_with_the_next() -> None:
+    for interrupt in every_call():
+        blocks = [vm.new_block(HUGE_PAGE)]
+        address = blocks[0].address
+        interrupt(blocks.clear)
+        vm.new_block(HUGE_PAGE)
+        assert mappings(address, address + HUGE_PAGE) == [], interrupt.place
+        assert len(vm._unheld) == 0
