@@ -7,8 +7,10 @@ wait for each other.
 from __future__ import annotations
 
 import faulthandler
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from children import Child, Parent
 
-from mmbuf import ReplayReader, TrajectoryReplayBuffer, vm
+from mmbuf import ReplayReader, TrajectoryReplayBuffer, files, vm
 
 WINDOW = 8
 IMAGE = (32, 32, 3)
@@ -166,3 +168,57 @@ def test_seven_threads_get_right_rows_for_long(tmp_path: Path, variant: str) -> 
     with Child(work_together, tmp_path, 500, 105, VARIANTS[variant]) as child:
         rounds = child.result(108)
     assert len(rounds) == 7, f"some did nothing: {rounds}"
+
+
+@pytest.mark.parametrize("trajectory_format", ["arrow", "npy", "pt", "pkl"])
+def test_nothing_is_opened_or_mapped_where_a_signal_handler_may_come(
+    tmp_path: Path, trajectory_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be left open when the handler raises: no step of these is in the main thread."""
+    found: list[str] = []
+    main = threading.get_ident()
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() == main:
+                found.append("".join(traceback.format_stack(limit=8)))
+            return real(*arguments, **options)
+
+        return call
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            real = getattr(os, name)
+            return watched(name, real) if name in ("open", "dup", "scandir") else real
+
+    monkeypatch.setattr(files, "os", Watched())
+    monkeypatch.setattr(files, "open", watched("open", open), raising=False)
+    monkeypatch.setattr(vm, "_mmap", watched("mmap", vm._mmap))
+    store, saved = tmp_path / "store", tmp_path / "saved"
+    items = [data.trajectory(i, image=(64, 64)) for i in range(5)]
+    with (
+        TrajectoryReplayBuffer(
+            auto_save=True,
+            auto_save_path=store,
+            trajectory_format=trajectory_format,
+            cache_size=1,
+            sample_window_size=3,
+        ) as buffer,
+        ReplayReader(store) as reader,
+    ):
+        buffer.add_trajectories(items)
+        buffer.flush(sync=True)
+        reader.refresh()
+        for source in (buffer, reader):
+            assert len(data.row_ids(source.sample(400))) == 400  # its images are of a block
+            source.get_trajectory(source.trajectory_ids[0])
+            source.get_stats()
+        buffer.save_checkpoint(saved)
+        buffer.clear_cache()
+        buffer.load_checkpoint(saved)
+        assert reader.refresh()
+        reader.sample(10)
+        buffer.clear()
+    with ReplayReader(saved, follow=False) as reader:
+        reader.sample(10)
+    assert found == []
