@@ -23,7 +23,7 @@ before ``x`` has it there is no line; and a function of Python code hands over w
 without a look.
 
 Not steps: where a ``with`` block is left, as no handler runs between its last bytecode and the
-``__exit__`` of a lock.
+``__exit__`` of a lock; nor where an ``except`` or ``finally`` takes over or is left.
 """
 
 from __future__ import annotations
@@ -213,7 +213,10 @@ def _star_calls(code: CodeType) -> frozenset[int]:
 
 @cache
 def _exits(code: CodeType) -> frozenset[int]:
-    """Where ``with`` statements are left: their lines, but where they are entered."""
+    """Where ``with`` statements are left: their lines, but where they are entered.
+
+    And where an error is caught or has been dealt with: it would be noted in vain, or for ever.
+    """
     instructions = list(dis.get_instructions(code))
     lines = dict(dis.findlinestarts(code))
     line, line_of = 0, {}
@@ -225,8 +228,11 @@ def _exits(code: CodeType) -> frozenset[int]:
     return frozenset(
         i.offset
         for i in instructions
-        if line_of[i.offset] in with_lines
-        and (i.opname == "LOAD_CONST" or not i.opname.startswith(("LOAD_", "PUSH_NULL")))
+        if i.opname in ("PUSH_EXC_INFO", "POP_EXCEPT")
+        or (
+            line_of[i.offset] in with_lines
+            and (i.opname == "LOAD_CONST" or not i.opname.startswith(("LOAD_", "PUSH_NULL")))
+        )
     )
 
 
