@@ -389,6 +389,7 @@ def test_a_handler_that_flushes_at_random_moments_never_waits_for_what_it_met(
     model: Model,
 ) -> None:
     num_handled = 0
+    rng = random.Random(9)
 
     def handle(*_: object) -> None:
         nonlocal num_handled
@@ -399,7 +400,8 @@ def test_a_handler_that_flushes_at_random_moments_never_waits_for_what_it_met(
     deadline = time.monotonic() + 1.5
     try:
         while time.monotonic() < deadline:
-            signal.setitimer(signal.ITIMER_REAL, 0.0007)
+            # Sooner than what follows has ended, most of the time, on a fast machine too.
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00002, 0.0007))
             model.add()
             model.buffer.sample(50)
     finally:
