@@ -490,6 +490,18 @@ def test_several_drivers_hold_a_named_buffer(cluster: Cluster, tmp_path: Path) -
     buffer.close()
 
 
+def test_shards_that_another_driver_has_just_ended_are_gone_for_all(
+    buffer: RayReplayBuffer,
+) -> None:
+    add_on(buffer, 0, 7)
+    for shard in buffer._shards.all:  # as `close` does, before Ray has killed them
+        ray.get(shard.actor.close.remote())
+    for call in (buffer.flush, lambda: buffer.sample(1), lambda: len(buffer)):
+        with pytest.raises(ShardError, match="gone") as caught:
+            call()
+        assert caught.value.is_lost
+
+
 # -- checkpoints -------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmbuf.errors import EmptyBufferError, MmbufError
+from mmbuf.errors import ClosedError, EmptyBufferError, MmbufError
 from mmbuf.packages import optional_package
 from mmbuf.ray.shard import Known, RowsAt, StaleError, Update
 from mmbuf.reader import ReplayReader
@@ -127,17 +127,24 @@ class RemoteShard:
             ) from None
         except errors.RayTaskError as error:
             cause = getattr(error, "cause", None)
-            raise (cause if isinstance(cause, Exception) else error) from None
+            if not isinstance(cause, ClosedError):
+                raise (cause if isinstance(cause, Exception) else error) from None
+            # Somebody has ended it: it answers until Ray has killed it, a moment later.
+            self._note_away(cause, is_lost=True)
+            raise AwayError from cause
         except errors.RayError as error:
-            is_lost = isinstance(error, (errors.ActorDiedError, errors.ActorUnschedulableError))
-            with self._state_lock:  # several threads may learn of it at once, and one says so
-                is_news = not self.is_away
-                self.is_away, self.is_lost = True, is_lost
-            if is_news:
-                state = "lost" if is_lost else "away"
-                why = str(error).splitlines()[0]
-                _log.warning("%s is %s; going on with the others: %s", self, state, why)
+            lost = (errors.ActorDiedError, errors.ActorUnschedulableError)
+            self._note_away(error, is_lost=isinstance(error, lost))
             raise AwayError from error
+
+    def _note_away(self, error: Exception, *, is_lost: bool) -> None:
+        with self._state_lock:  # several threads may learn of it at once, and one says so
+            is_news = not self.is_away
+            self.is_away, self.is_lost = True, is_lost
+        if is_news:
+            state = "lost" if is_lost else "away"
+            why = str(error).splitlines()[0]
+            _log.warning("%s is %s; going on with the others: %s", self, state, why)
 
     def look(self) -> bool:
         """Find out whether one that is away is back, without waiting."""
