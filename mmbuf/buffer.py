@@ -33,13 +33,13 @@ from mmbuf.places import Slot
 from mmbuf.sampling import Sampler
 from mmbuf.schema import Payload, Schema, measure
 from mmbuf.trajectory import Trajectory, fields_of
-from mmbuf.window import Window
+from mmbuf.window import Item, Window
 from mmbuf.writer import MAX_PENDING_BYTES, TrajectoryWriter
 
 _log = logging.getLogger("mmbuf")
 
-# What a read fails with where others have removed or moved files.
-_MAY_HAVE_MOVED = (EmptyBufferError, CorruptError, FileNotFoundError)
+# What a read fails with while another thread loads, or where others have removed or moved files.
+_MAY_HAVE_CHANGED = (EmptyBufferError, CorruptError, FileNotFoundError)
 
 
 class TrajectoryReplayBuffer:
@@ -139,7 +139,7 @@ class TrajectoryReplayBuffer:
                 index = TrajectoryIndex(directory, storage.verify, storage.size_of, self._lock)
                 contents = index.contents
                 try:
-                    self._take_in(contents, directory)
+                    self._window.load(contents.schema, _items(contents, directory))
                     self._count_disk_bytes(directory, contents)
                 except BaseException:
                     index.close()
@@ -288,14 +288,14 @@ class TrajectoryReplayBuffer:
         if self._is_closed:
             raise _closed("sample")
         while True:
-            num_dropped = self._window.num_dropped
+            num_changes = self._window.num_changes
             try:
                 # Called as it is, by no C code: so that no interrupt loses a batch that has come.
                 return self._window.sample(
                     num_chunks, out, sampler, with_info, as_numpy, as_tensordict, device
                 )
-            except _MAY_HAVE_MOVED as error:
-                self._check_can_retry(error, num_dropped)
+            except _MAY_HAVE_CHANGED as error:
+                self._check_can_retry("sample", error, num_changes)
 
     def get_trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory as it was added, steps that are left out of the rows included.
@@ -308,11 +308,11 @@ class TrajectoryReplayBuffer:
 
     def _get_trajectory(self, trajectory_id: int) -> Trajectory:
         while True:
-            num_dropped = self._window.num_dropped
+            num_changes = self._window.num_changes
             try:
                 return self._window.get_trajectory(trajectory_id)
-            except _MAY_HAVE_MOVED as error:
-                self._check_can_retry(error, num_dropped)
+            except (KeyError, *_MAY_HAVE_CHANGED) as error:
+                self._check_can_retry("get_trajectory", error, num_changes)
 
     def get_entry(self, trajectory_id: int) -> Entry:
         """What the index says of one trajectory: shape, weights, time of addition, file.
@@ -321,16 +321,13 @@ class TrajectoryReplayBuffer:
         """
         return self._window.get_entry(trajectory_id)
 
-    def _check_can_retry(self, error: Exception, num_dropped: int) -> None:
-        """Raise the error, unless something was dropped since, here or by another thread."""
-        if isinstance(error, EmptyBufferError):
-            if self._is_closed:  # since it was looked at, by another thread or a handler
-                raise _closed("sample") from None
-            with self._window.changing:  # while another thread leaves some out there may be none
-                pass
-        else:
+    def _check_can_retry(self, what: str, error: Exception, num_changes: int) -> None:
+        """Raise the error, unless the window has changed since, by us or by another thread."""
+        if self._is_closed:  # since it was looked at, by another thread or a handler
+            raise _closed(what) from None
+        if not isinstance(error, (EmptyBufferError, KeyError)):
             shield.run(self._drop_missing)
-        if self._window.num_dropped == num_dropped:
+        if not shield.run(self._window.has_changed_since, num_changes):
             raise error
 
     def _drop_missing(self) -> None:
@@ -563,18 +560,12 @@ class TrajectoryReplayBuffer:
             with checkpoint.brought_in(directory, path, contents, used_below) as contents:
                 self._writer.load(contents)
             path = directory
-        self._window.clear()
-        self._take_in(contents, path)
+        self._window.load(contents.schema, _items(contents, path))
         self._window.generator = generator
         self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
         if self._writer is not None:
             self._writer.remove_dead_files()
             self._count_disk_bytes(path, contents)
-
-    def _take_in(self, contents: Contents, directory: str) -> None:
-        if contents.schema is not None and contents.entries:
-            entries = contents.entries.items()
-            self._window.open(contents.schema, [(i, e, directory) for i, e in entries])
 
     def _count_disk_bytes(self, directory: str, contents: Contents) -> None:
         if self._budget.max_bytes is not None:
@@ -655,6 +646,10 @@ class TrajectoryReplayBuffer:
 
 def _closed(what: str) -> ClosedError:
     return ClosedError(f"{what}: expected an open buffer, got one that was closed.")
+
+
+def _items(contents: Contents, directory: str) -> list[Item]:
+    return [(i, entry, directory) for i, entry in contents.entries.items()]
 
 
 def _metadata(

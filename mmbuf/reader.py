@@ -102,7 +102,6 @@ class ReplayReader:
     def _open(self, seeds: np.random.SeedSequence) -> None:
         options = self._options
         self._is_closed = False
-        self._num_changes = 0  # of what is seen
         self._follow = options.follow
         self._stores = Stores(options.paths, options.is_list, options.shard, follow=options.follow)
         self._window = Window(
@@ -136,7 +135,7 @@ class ReplayReader:
         return shield.run(self._refresh)
 
     def _refresh(self) -> bool:
-        with self._window.changing:
+        with self._window.change_lock:
             news = self._stores.refresh()
             has_changed = bool(news)
             self._take_in(news)
@@ -149,7 +148,7 @@ class ReplayReader:
         """Change the window; what fails stays in ``news``."""
         if not news:
             return
-        try:
+        with self._window.changing():
             if news.gone:
                 self._window.remove(news.gone)
                 news.gone.clear()
@@ -161,8 +160,6 @@ class ReplayReader:
                 if news.is_late:  # a store that is new to us may be older than the others
                     self._window.sort()
             news.is_late = False
-        finally:
-            self._num_changes += 1
 
     def sample(
         self,
@@ -181,14 +178,14 @@ class ReplayReader:
         if self._follow and (self._stores.looks_new() or self._window.has_evicted):
             self.refresh()
         while True:
-            before = self._changes()
+            num_changes = self._window.num_changes
             try:
                 # Called as it is, by no C code: so that no interrupt loses a batch that has come.
                 return self._window.sample(
                     num_chunks, out, sampler, with_info, as_numpy, as_tensordict, device
                 )
             except _MAY_HAVE_CHANGED:
-                self._check_can_retry(before)
+                self._check_can_retry(num_changes)
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories; looks for new ones where there are fewer."""
@@ -222,21 +219,21 @@ class ReplayReader:
 
     def _get_trajectory(self, trajectory_id: Any) -> Trajectory:
         while True:
-            before = self._changes()
+            num_changes = self._window.num_changes
             try:
                 return self._window.get_trajectory(trajectory_id)
             except _MAY_HAVE_CHANGED:
-                self._check_can_retry(before)
+                self._check_can_retry(num_changes)
             except KeyError:
-                if not self._has_changed_since(before):
+                if not self._window.has_changed_since(num_changes):
                     raise
 
     def get_entry(self, trajectory_id: Any) -> Entry:
         """As `TrajectoryReplayBuffer.get_entry`; by one of `trajectory_ids`."""
         return self._window.get_entry(trajectory_id)
 
-    def _check_can_retry(self, before: tuple[int, int]) -> None:
-        """Raise the error that is handled, unless something has changed since ``before``.
+    def _check_can_retry(self, num_changes: int) -> None:
+        """Raise the error that is handled, unless the window has changed since.
 
         A file that is gone was told as gone before. While another thread takes in a change, what is
         seen may be empty, or lack a trajectory, for a moment.
@@ -244,16 +241,8 @@ class ReplayReader:
         self.refresh()
         if not self._follow:
             shield.run(self._window.drop_missing, snapshot.whereabouts)
-        if not shield.run(self._has_changed_since, before):
+        if not shield.run(self._window.has_changed_since, num_changes):
             raise
-
-    def _has_changed_since(self, before: tuple[int, int]) -> bool:
-        with self._window.changing:  # waits for the other thread
-            return self._changes() != before
-
-    def _changes(self) -> tuple[int, int]:
-        """What is another one when what is seen has changed."""
-        return self._num_changes, self._window.num_dropped
 
     def __len__(self) -> int:
         return len(self._window.entries)

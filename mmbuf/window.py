@@ -92,9 +92,9 @@ class Window:
         self._drawn: deque[int] = deque()  # rows of batches that are not counted yet
         self._num_seen = 0  # rows that were ever in the list
         self._on_fork = on_fork  # called in a forked child, to make other locks anew
-        self.num_dropped = 0  # by `drop_missing`, or moved
-        # Held while a reader's list changes, and by a fork: so that no child has half a change.
-        self.changing = threading.RLock()
+        self.num_changes = 0  # of the list as a whole: see `changing`
+        # Held while it changes so, and by a fork: so that no child has half a change.
+        self.change_lock = threading.RLock()
         _windows.add(self)
 
     @property
@@ -154,6 +154,42 @@ class Window:
                 self.total_samples -= self.entries.pop(key).num_samples
                 self._directories.pop(key, None)
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Within it more changes than is added or forgotten; what may fail meanwhile is retried.
+
+        For a moment other threads may find no row to draw from, or no trajectory of an id.
+        """
+        with self.change_lock:
+            try:
+                yield
+            finally:
+                self.num_changes += 1
+
+    def has_changed_since(self, num_changes: int) -> bool:
+        """Whether it has changed so; waits while it does."""
+        with self.change_lock:
+            return self.num_changes != num_changes
+
+    def load(self, schema: Schema | None, items: Iterable[Item]) -> None:
+        """`open` these in the place of all others. Other threads find the old list or the new."""
+        items = list(items)
+        with self.changing():
+            if schema is None or not items:
+                self.clear()
+                return
+            storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
+            if self.cache is not None:
+                self.cache.clear()
+            self._slots.clear()
+            self._leaving.clear()
+            cache = self.begin(schema)
+            self._directories = {key: directory for key, _, directory in items}
+            self.entries = {key: entry for key, entry, _ in items}
+            self.total_samples = sum(entry.num_samples for _, entry, _ in items)
+            self._num_seen += self.total_samples
+            self._open_in(cache, items)
+
     def open(self, schema: Schema, items: Iterable[Item]) -> None:
         """Append trajectories that have files, oldest first; no data file is opened."""
         items = list(items)
@@ -165,6 +201,9 @@ class Window:
         num_rows = sum(entry.num_samples for _, entry, _ in items)
         self.total_samples += num_rows
         self._num_seen += num_rows
+        self._open_in(cache, items)
+
+    def _open_in(self, cache: TrajectoryCache, items: list[Item]) -> None:
         roots = {directory: files.join(directory, "") for directory in {item[2] for item in items}}
         slots = cache.open(
             [(entry, roots[directory] + entry.file) for _, entry, directory in items]
@@ -204,7 +243,7 @@ class Window:
         parent removes files without telling. Unless it ``is_needed``, only where one of the window
         is missing: there may be many more.
         """
-        with self.changing:
+        with self.change_lock:
             if not is_needed and not any(map(self._is_missing, self.window_ids)):
                 return
             missing: dict[str, dict[Key, Entry]] = {}
@@ -222,9 +261,10 @@ class Window:
                         gone.append(key)
                     elif now is not entry:
                         self._move(key, now)
-                        self.num_dropped += 1
-            self.remove(gone)
-            self.num_dropped += len(gone)
+                        self.num_changes += 1
+            if gone:
+                with self.changing():
+                    self.remove(gone)
 
     def _is_missing(self, key: Key) -> bool:
         slot = self._slots.get(key)
@@ -257,10 +297,7 @@ class Window:
 
     def _open_anew(self, keys: Sequence[Key]) -> None:
         items = [(key, self.entries[key], self._directories[key]) for key in keys]
-        schema = self.schema
-        self.clear()
-        if schema is not None:
-            self.open(schema, items)
+        self.load(self.schema, items)
 
     def clear(self) -> None:
         """Forget all trajectories."""
@@ -626,7 +663,7 @@ class Window:
         self._num_children = 0
         self._list_lock = threading.Lock()
         self._count_lock = threading.Lock()
-        self.changing = threading.RLock()
+        self.change_lock = threading.RLock()
         for sampler in list(self._samplers):
             sampler.renew_lock()
         if self.cache is not None:
@@ -666,14 +703,14 @@ _held: list[Window] = []  # those that are kept from changing by the fork that g
 def _before_fork() -> None:
     _forking.acquire()
     for window in list(_windows):
-        window.changing.acquire()
+        window.change_lock.acquire()
         _held.append(window)
         window.count_fork()
 
 
 def _after_fork_in_parent() -> None:
     while _held:
-        _held.pop().changing.release()
+        _held.pop().change_lock.release()
     _forking.release()
 
 

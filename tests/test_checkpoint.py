@@ -52,6 +52,7 @@ from mmbuf import (
     files,
     storage,
 )
+from mmbuf.cache import TrajectoryCache
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 FORMATS = list(storage.FORMATS)
@@ -2010,6 +2011,37 @@ def test_threads_that_miss_a_file_at_once_all_go_on(path: Path) -> None:
             found = list(threads.map(sampled, sources))
             assert found == [{18, 19}, {18, 19, 20}, {18, 19}] * 3, round_
         shutil.rmtree(path)
+
+
+@by_mode
+@pytest.mark.parametrize("is_other_schema", [False, True], ids=["same", "other schema"])
+def test_whoever_reads_while_another_thread_loads_finds_the_old_rows_or_the_new(
+    live: Path, path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool, is_other_schema: bool
+) -> None:
+    checkpoint_of(path, 5, 6, image=(8, 8, 3) if is_other_schema else ())
+    is_loading = threading.Event()
+    real = TrajectoryCache.open
+
+    def slow(*arguments: Any) -> Any:
+        is_loading.set()
+        time.sleep(0.3)
+        return real(*arguments)
+
+    with made(live, is_saved) as buffer:
+        add(buffer, 0, 1)
+        monkeypatch.setattr(TrajectoryCache, "open", slow)
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(buffer.load_checkpoint, path)
+            assert is_loading.wait(10)
+            assert (len(buffer), buffer.is_ready(2)) == (2, True)
+            assert buffer.trajectory_ids == buffer.window_ids == [0, 1]
+            assert buffer.get_entry(0).trajectory_id == 0
+            assert not loading.done()
+            assert sampled(buffer) == {5, 6}  # and waits: half of it is there
+            loading.result(10)
+        assert held(buffer) == {0: 5, 1: 6}
+        with pytest.raises(KeyError, match="trajectory 7"):
+            buffer.get_trajectory(7)
 
 
 def save_over_and_over(parent: Parent, live: Path, path: Path) -> int:

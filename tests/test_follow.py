@@ -432,9 +432,8 @@ def test_no_thread_sees_an_empty_window_or_a_missing_file_while_another_takes_in
                     other.flush()
                     one.flush()
                 if i % 20 == 0:
-                    with reader._window.changing:  # as a store that comes late
+                    with reader._window.change_lock:  # as a store that comes late
                         reader._window._open_anew(reader.trajectory_ids)
-                        reader._num_changes += 1
             is_done.set()
             for thread in threads:
                 thread.join()

@@ -184,7 +184,7 @@ def test_no_file_is_read_to_show_a_store(tmp_path: Path, opened_files: list[str]
 def test_nothing_waits_for_who_holds_the_locks(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
         fill(buffer, 1)
-        with buffer._add_lock, buffer._save_lock, buffer._window.changing:
+        with buffer._add_lock, buffer._save_lock, buffer._window.change_lock:
             assert "12 rows" in repr(buffer)
             assert "12 rows" in html(buffer)
 

@@ -1,17 +1,19 @@
-"""One thread adds, four sample, one checkpoints, one clears the cache: every row is right.
+"""Many threads at once: every row is right, and nobody waits for ever.
 
-In a forked child with a watchdog, which writes the stacks of all threads and ends it should they
-wait for each other.
+One thread adds, four sample, one checkpoints, one clears the cache; or one adds, saves, loads and
+clears, and others sample it and read its store, also from another process. In a forked child with a
+watchdog, which writes the stacks of all threads and ends it should they wait for each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 from children import Child, Parent
 
-from mmbuf import ReplayReader, TrajectoryReplayBuffer, files, vm
+from mmbuf import EmptyBufferError, ReplayReader, TrajectoryReplayBuffer, files, health, vm
 
 WINDOW = 8
 IMAGE = (32, 32, 3)
@@ -168,6 +170,192 @@ def test_seven_threads_get_right_rows_for_long(tmp_path: Path, variant: str) -> 
     with Child(work_together, tmp_path, 500, 105, VARIANTS[variant]) as child:
         rounds = child.result(108)
     assert len(rounds) == 7, f"some did nothing: {rounds}"
+
+
+class Rows:
+    """What is known of rows that were sampled or read: each one says itself where it belongs.
+
+    Trajectory ``serial`` is that of `data.coded`, with as many steps and environments as its number
+    decides. AssertionError for a row that is not the one that it is called.
+    """
+
+    def __init__(self) -> None:
+        self._serials: dict[int, int] = {}  # by the mark of the uuid
+
+    @staticmethod
+    def item(serial: int) -> dict[str, Any]:
+        num_steps, num_envs = Rows.shape(serial)
+        return data.coded(serial, num_steps, num_envs, image=IMAGE)
+
+    @staticmethod
+    def shape(serial: int) -> tuple[int, int]:
+        return 1 + serial * 7 % 12, 1 + serial % 3
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """A batch; of one with info that all of it is true."""
+        codes = data.codes_of(batch)
+        serials, rows = np.divmod(codes, 1_000_000)
+        assert all(
+            row < np.prod(self.shape(serial))
+            for serial, row in zip(serials.tolist(), rows.tolist(), strict=True)
+        )
+        if "info" not in batch:
+            return
+        info = {name: values.numpy() for name, values in batch["info"].items()}
+        widths = np.array([self.shape(serial)[1] for serial in serials.tolist()])
+        assert np.array_equal(info["step"] * widths + info["env"], rows), "step and env"
+        assert np.array_equal(info["handle"][:, 1], rows), "handles"
+        for mark, serial in zip(info["handle"][:, 0].tolist(), serials.tolist(), strict=True):
+            assert self._serials.setdefault(mark, serial) == serial, "rows of another trajectory"
+
+    def check_trajectory(self, source: Any, trajectory_id: int) -> None:
+        """A whole trajectory, all rows of it in their order."""
+        found = source.get_trajectory(trajectory_id).to_columns()
+        shape = tuple(found["rewards"].shape)
+        flat = {name: leaf.flatten(0, 1) for name, leaf in found.items() if name != "curr_obs"}
+        seen = dict(found["curr_obs"])
+        seen["task"] = [text for step in seen["task"] for text in step]
+        seen |= {name: seen[name].flatten(0, 1) for name in ("states", "image")}
+        codes = data.codes_of({**flat, "curr_obs": seen})
+        serial = int(codes[0]) // 1_000_000
+        assert shape == self.shape(serial), "the shape of another trajectory"
+        assert np.array_equal(codes, serial * 1_000_000 + np.arange(len(codes)))
+
+
+def read_on(parent: Parent, store: Path, cache_size: int | None) -> int:
+    """Follow a store in a process of its own, until the parent speaks; how many batches came."""
+    rows, count = Rows(), 0
+    with ReplayReader(store, cache_size=cache_size, sample_window_size=7) as reader:
+        while not parent.has_spoken():
+            with contextlib.suppress(EmptyBufferError):
+                rows.check(reader.sample(50, with_info=True))
+                count += 1
+            with contextlib.suppress(KeyError, IndexError):
+                rows.check_trajectory(reader, reader.trajectory_ids[count % 3])
+    return count
+
+
+def replace_together(
+    parent: Parent, directory: Path, seconds: float, options: dict[str, Any]
+) -> dict[str, int]:
+    faulthandler.dump_traceback_later(seconds + 40, exit=True)
+    store, rows = directory / "store", Rows()
+    dice = np.random.default_rng(int(seconds))
+    ends_at = time.monotonic() + seconds
+    names: dict[str, str] = {}  # the uuid that a name was given to
+    saved: list[Path] = []
+    num_added = highest = 0
+    buffer = TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=store, sample_window_size=5, **options
+    )
+    buffer.flush()
+    parent.send("there is a store")
+
+    def add() -> None:
+        nonlocal num_added, highest
+        for _ in range(int(dice.integers(1, 4))):
+            assert buffer.trajectory_counter >= highest, "an id is given twice"
+            buffer.add_trajectories([Rows.item(num_added)])
+            highest = buffer.trajectory_ids[-1] + 1
+            num_added += 1
+        if dice.random() < 0.5:
+            buffer.flush()
+
+    def save() -> None:
+        path = directory / f"checkpoint {dice.integers(3)}"
+        buffer.save_checkpoint(path)
+        saved.append(path)
+
+    def load() -> None:
+        if saved:
+            buffer.load_checkpoint(saved[dice.integers(len(saved))])
+
+    steps = [add, add, add, add, save, load, load, buffer.clear_cache, buffer.clear]
+
+    def change(_: int) -> None:
+        if time.monotonic() > ends_at:
+            work.is_over.set()
+        step = steps[dice.choice(len(steps), p=[0.2, 0.2, 0.1, 0.1, 0.15, 0.1, 0.1, 0.04, 0.01])]
+        step()
+        for entry in map(buffer.get_entry, buffer.trajectory_ids):
+            if entry.file:
+                assert names.setdefault(entry.file, entry.uuid) == entry.uuid, entry.file
+
+    def sample(way: int, out: list[Any], number: int) -> None:
+        with contextlib.suppress(EmptyBufferError):
+            if way == 0:
+                rows.check(buffer.sample(60))
+            elif way == 1:
+                rows.check(buffer.sample(60, with_info=True))
+            else:
+                out[0] = buffer.sample(40, out=out[0])
+                rows.check(out[0])
+
+    def look(number: int) -> None:
+        with contextlib.suppress(KeyError, IndexError):
+            rows.check_trajectory(buffer, buffer.trajectory_ids[-1 - number % 4])
+
+    def follow(reader: ReplayReader, number: int) -> None:
+        with contextlib.suppress(EmptyBufferError):
+            rows.check(reader.sample(50, with_info=True))
+        if number % 3 == 0:
+            with contextlib.suppress(KeyError, IndexError):
+                rows.check_trajectory(reader, reader.trajectory_ids[number % 5])
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(buffer)
+        add()
+        buffer.flush()
+        work = Work()
+        work.repeat("changes", change)
+        for way in range(3):
+            out: list[Any] = [None]
+            work.repeat(f"samples {way}", lambda n, way=way, out=out: sample(way, out, n))
+        work.repeat("looks", look)
+        for cache_size in (0, 3):
+            reader = stack.enter_context(ReplayReader(store, cache_size=cache_size))
+            work.repeat(f"reads {cache_size}", lambda n, reader=reader: follow(reader, n))
+        work.run()
+        buffer.flush()
+    assert not any(finding.is_damage for finding in health.verify(store))
+    assert vm.MAPS.used == 0
+    faulthandler.cancel_dump_traceback_later()
+    return work.rounds
+
+
+REPLACING: dict[str, dict[str, Any]] = {
+    "a cache of 3": {"cache_size": 3},
+    "cold": {"cache_size": 0},
+    "npy, cold": {"cache_size": 0, "trajectory_format": "npy"},
+    "no mappings": {"enable_cache": False},
+    "pt": {"cache_size": 2, "trajectory_format": "pt"},
+    "little disk": {"cache_size": 3, "max_disk_bytes": 4 << 20},
+}
+
+
+def check_replacing(directory: Path, seconds: float, variant: str) -> None:
+    with Child(replace_together, directory, seconds, REPLACING[variant]) as child:
+        assert child.receive() == "there is a store"
+        with Child(read_on, directory / "store", 0) as reading:
+            rounds = child.result(seconds + 45)
+            with contextlib.suppress(BrokenPipeError):  # it has failed, and says how
+                reading.pipe.send("enough")
+            assert reading.result() > 0
+    assert len(rounds) == 7, f"some did nothing: {rounds}"
+
+
+@pytest.mark.parametrize("variant", ["a cache of 3", "cold"])
+def test_rows_are_right_while_all_is_replaced(
+    tmp_path: Path, without_fsync: None, variant: str
+) -> None:
+    check_replacing(tmp_path, 5, variant)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("variant", REPLACING)
+def test_rows_are_right_while_all_is_replaced_for_long(tmp_path: Path, variant: str) -> None:
+    check_replacing(tmp_path, 60, variant)
 
 
 @pytest.mark.parametrize("trajectory_format", ["arrow", "npy", "pt", "pkl"])
