@@ -474,7 +474,24 @@ class TrajectoryReplayBuffer:
         shield.run(self._save_checkpoint, path, trajectory_format)
 
     def _save_checkpoint(self, path: str, trajectory_format: str | None) -> None:
-        with self._save_lock, ExitStack() as stack:
+        with self._save_lock:
+            while True:
+                num_changes = self._window.num_changes
+                try:
+                    self._save(path, trajectory_format)
+                    return
+                except WriteError as error:
+                    if self._writer is not None or not isinstance(
+                        error.__cause__, FileNotFoundError
+                    ):
+                        raise
+                    # Somebody may have saved where the files of a memory-only buffer are.
+                    self._drop_missing()
+                    if self._window.num_changes == num_changes:
+                        raise
+
+    def _save(self, path: str, trajectory_format: str | None) -> None:
+        with ExitStack() as stack:
             with self._add_lock:
                 self._check_can_write("save_checkpoint")
                 if self._writer is not None:
@@ -482,8 +499,6 @@ class TrajectoryReplayBuffer:
                     self._writer.flush(sync=is_own)
                     if is_own:
                         return
-                else:
-                    self._window.drop_missing(snapshot.whereabouts, is_needed=False)
                 stack.enter_context(self._budget.held())
                 entries, put = stack.enter_context(self._window.held())
                 contents = Contents()

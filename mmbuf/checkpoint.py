@@ -23,6 +23,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ _LEGACY_INDEX = "trajector_index.json"
 SAVING = ".saving.json"
 _KEPT = ("trajectory_format", "seed")
 _USED_BELOW = "names_used_below"
-_MAX_LOOKS = 10  # at a directory that changes all the time
+_PATIENCE_S = 10.0  # with a directory that changes all the time
 _log = logging.getLogger("mmbuf")
 
 _T = TypeVar("_T")
@@ -378,14 +379,14 @@ def settled(directory: str, look: Callable[[], _T]) -> _T:
 
     What an index lists that was just replaced may be gone.
     """
-    for _ in range(_MAX_LOOKS):
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
         before = _state_of(directory)
         try:
             return look()
         except (CorruptError, FileNotFoundError):
-            if _state_of(directory) == before:
+            if _state_of(directory) == before or time.monotonic() > deadline:
                 raise
-    return look()
 
 
 def _state_of(directory: str) -> list[files.Signature | None]:
@@ -464,8 +465,11 @@ def brought_in(
                 files.link_or_copy(origin, target)
                 made.append(target)
             brought.add(dataclasses.replace(entry, file=file))
-            # The journal's line may survive a power loss at once, and takes all others away.
-            files.sync_whole(files.join(directory, file))
+        # Not before all are here: a save may take them away from there. The journal's line may
+        # survive a power loss at once, and takes all others away.
+        for entry in brought.entries.values():
+            shield.check()
+            files.sync_whole(files.join(directory, entry.file))
         files.sync(directory)  # for the same reason: the names
     except BaseException:
         _take_back(made)

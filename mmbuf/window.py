@@ -233,19 +233,14 @@ class Window:
         if self.cache is not None and slots:
             self.cache.remove(slots)
 
-    def drop_missing(
-        self, whereabouts: Whereabouts | None = None, *, is_needed: bool = True
-    ) -> None:
+    def drop_missing(self, whereabouts: Whereabouts | None = None) -> None:
         """Remove those whose rows are neither in memory nor in a file any more.
 
         ``whereabouts`` says what has become of them (`snapshot.whereabouts`): those that it knows
         by another name stay, and are read there. Without it all are gone: for a forked child, whose
-        parent removes files without telling. Unless it ``is_needed``, only where one of the window
-        is missing: there may be many more.
+        parent removes files without telling.
         """
         with self.change_lock:
-            if not is_needed and not any(map(self._is_missing, self.window_ids)):
-                return
             missing: dict[str, dict[Key, Entry]] = {}
             for key in filter(self._is_missing, self.trajectory_ids):
                 missing.setdefault(self._directories[key], {})[key] = self.entries[key]
@@ -544,13 +539,18 @@ class Window:
             def put(entry: Entry, path: str, format_name: str) -> Entry:
                 known, source = sources[entry.uuid]
                 slot = slots[entry.uuid]
-                lent = None
-                if slot is not None and not (source and files.exists(source)):
-                    lent = lend(slot)
-                if lent is None:
-                    return storage.copy(
-                        source, known, cache.schema, path, format_name, can_map=self._can_map
-                    )
+                try:
+                    if source:
+                        return storage.copy(
+                            source, known, cache.schema, path, format_name, can_map=self._can_map
+                        )
+                    lent = None if slot is None else lend(slot)
+                    assert lent is not None
+                except FileNotFoundError:
+                    # What is mapped outlives its name.
+                    lent = None if slot is None else lend(slot)
+                    if lent is None:
+                        raise
                 return storage.write(path, entry, cache.schema, *lent, format_name)
 
             yield entries, put

@@ -49,6 +49,7 @@ from mmbuf import (
     TrajectoryReplayBuffer,
     VersionError,
     WriteError,
+    checkpoint,
     files,
     storage,
 )
@@ -2044,6 +2045,69 @@ def test_whoever_reads_while_another_thread_loads_finds_the_old_rows_or_the_new(
             buffer.get_trajectory(7)
 
 
+def save_over_at_first_link(
+    patch: pytest.MonkeyPatch, path: Path, *numbers: int, form: str
+) -> list[str]:
+    """Save over ``path`` just before the first file is linked elsewhere; what was to be linked."""
+    real = files.link_or_copy
+    sources: list[str] = []
+
+    def link_or_copy(source: str, target: str) -> None:
+        sources.append(source)
+        if len(sources) == 1:
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(files, "link_or_copy", real)
+                save_over(path, *numbers, form=form)
+        real(source, target)
+
+    patch.setattr(files, "link_or_copy", link_or_copy)
+    return sources
+
+
+@by_format
+def test_a_buffer_saves_what_is_left_where_its_files_go_meanwhile(
+    path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    checkpoint_of(path, 0, 1, 2, 3, form=form)
+    with loaded(path, trajectory_format=form) as buffer:
+        add(buffer, 9)
+        sources = save_over_at_first_link(monkeypatch, path, 2, 3, 4, form=form)
+        buffer.save_checkpoint(path.with_name("again"))
+        assert buffer.trajectory_ids == [2, 3, 4]
+    assert len(sources) == 3  # one in vain, then the two that are left
+    assert set(held_in(path.with_name("again")).values()) == {2, 3, 9}
+
+
+@by_format
+def test_a_store_loads_the_new_checkpoint_where_one_is_saved_meanwhile(
+    live: Path, path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    checkpoint_of(path, 0, 1, 2, 3, form=form)
+    with made(live, form=form) as buffer:
+        add(buffer, 9)
+        save_over_at_first_link(monkeypatch, path, 2, 3, 4, form=form)
+        buffer.load_checkpoint(path)
+        assert set(held(buffer).values()) == {2, 3, 4}
+    assert len([name for name in listing(live) if name.endswith(f".{form}")]) == 3
+
+
+def test_a_missing_file_of_a_checkpoint_that_changes_all_the_time_is_told_in_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint_of(path, 0, 1)
+    (path / "trajectory_1_.arrow").unlink()
+    real = checkpoint.check_files
+
+    def check_files(directory: str, contents: Any) -> None:
+        rewrite(path, lambda index: index)
+        real(directory, contents)
+
+    monkeypatch.setattr(checkpoint, "check_files", check_files)
+    monkeypatch.setattr(checkpoint, "_PATIENCE_S", 0.1)
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(CorruptError, match="got none"):
+        buffer.load_checkpoint(path)
+
+
 def save_over_and_over(parent: Parent, live: Path, path: Path) -> int:
     """Save a window that moves on, until told to end."""
     saves = 0
@@ -2076,6 +2140,7 @@ def test_whatever_is_on_a_checkpoint_that_is_saved_over_all_the_time_goes_on(
                     for each in (frozen, buffer):
                         with suppress(EmptyBufferError):  # all of it may have gone by now
                             sampled(each)
+                    buffer.save_checkpoint(path.with_name("again"))
                 own.load_checkpoint(path)
                 assert 1 <= len(held(own)) <= 4
         child.pipe.send("end")
