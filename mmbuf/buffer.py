@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -118,13 +119,14 @@ class TrajectoryReplayBuffer:
         )
         self._budget = DiskBudget(max_disk_bytes if auto_save else None, sample_window_size)
         self._writer: TrajectoryWriter | None = None
-        self._let_go: weakref.finalize[Any, Any] | None = None
+        self._holding: _Holding | None = None
         if self.auto_save_path is not None:
             try:
                 shield.run(self._open_store, self.auto_save_path, max_pending_bytes)
             except BaseException:
-                if self._let_go is not None:  # interrupted, and the traceback may keep us for long
-                    self._let_go()
+                if self._holding is not None:  # interrupted; the traceback may keep us for long
+                    self._holding.is_given_up = True
+                    shield.run(_let_go_of_dropped)
                 raise
 
     def _open_store(self, directory: str, max_pending_bytes: int) -> None:
@@ -132,6 +134,7 @@ class TrajectoryReplayBuffer:
             raise NotADirectoryError(
                 f"auto_save_path: expected a directory, got a file: {directory}"
             )
+        _let_go_of_dropped()
         files.make_directory(directory)
         self._lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
         try:
@@ -159,8 +162,10 @@ class TrajectoryReplayBuffer:
             self._budget,
             max_pending_bytes,
         )
-        self._let_go = weakref.finalize(self, _let_go, self._pid, self._writer, self._lock)
-        self._let_go.atexit = False  # the writer's thread ends by itself
+        self._holding = _Holding(weakref.ref(self), self._pid, self._writer, self._lock)
+        _holdings.add(self._holding)
+        # At exit the writer's thread ends by itself.
+        weakref.finalize(self, shield.run, _let_go_of_dropped).atexit = False
 
     # -- adding ------------------------------------------------------------------------------
 
@@ -612,8 +617,8 @@ class TrajectoryReplayBuffer:
                         "%s: closed with %d trajectories not written.", self.auto_save_path, lost
                     )
             self._is_closed = True
-            if self._let_go is not None:
-                self._let_go.detach()
+            if self._holding is not None:
+                _holdings.discard(self._holding)
             self._window.close()
             if writer is not None:
                 self._lock.release()
@@ -690,7 +695,25 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _let_go(pid: int, writer: TrajectoryWriter, lock: files.WriterLock) -> None:
-    """A buffer is gone that was not closed."""
-    if files.process_id() == pid:  # in a forked child all of it is the parent's
-        shield.run(writer.let_go, lock.release)
+@dataclass(eq=False, slots=True)
+class _Holding:
+    """What a buffer has of its store until it is closed."""
+
+    buffer: weakref.ref[TrajectoryReplayBuffer]
+    pid: int
+    writer: TrajectoryWriter
+    lock: files.WriterLock
+    is_given_up: bool = False  # the buffer's constructor has failed
+
+
+# Whoever drops a buffer may be interrupted before its store is let go: the next one looks here.
+_holdings: set[_Holding] = set()
+
+
+def _let_go_of_dropped() -> None:
+    """Let go of the stores of all buffers that are gone and were not closed."""
+    for holding in list(_holdings):
+        if holding.is_given_up or holding.buffer() is None:
+            if files.process_id() == holding.pid:  # in a forked child all of it is the parent's
+                holding.writer.let_go(holding.lock.release)
+            _holdings.discard(holding)

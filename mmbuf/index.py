@@ -3,7 +3,7 @@
 ``journal.jsonl`` is the truth of a live store: one JSON object a line, each with the CRC-32 of the
 rest of its line::
 
-    {"event": "schema", "version": 1, "columns": [...]}      before the first add
+    {"event": "schema", "version": 1, "columns": [...]}      before an add where there is none
     {"event": "add", "entry": {...}}                         a file was published
     {"event": "drop", "trajectory_ids": [...]}               these are gone
     {"event": "clear", "trajectory_counter": 7}              all are gone; ids go on
@@ -91,6 +91,8 @@ class Contents:
             self.add(Entry.from_json(event["entry"]))
         elif kind == "schema":
             check_version(event["version"])
+            if self.entries:
+                raise ValueError("a schema after trajectories")
             self.schema = Schema.from_json(event["columns"])
         elif kind == "drop":
             for trajectory_id in ids_of(event):
@@ -407,11 +409,13 @@ class TrajectoryIndex:
         self._snapshot_bytes = self._end
 
     def add(self, schema: Schema, entry: Entry) -> None:
-        """A file was published; ValueError, and nothing said, if its id is there already."""
+        """A file was published; ValueError, and nothing said, if it cannot be among the others."""
         if entry.trajectory_id in self.contents.entries:
             raise ValueError(f"trajectory_id {entry.trajectory_id} twice")
         lines = b""
-        if self.contents.schema is None:
+        if self.contents.entries and schema != self.contents.schema:
+            raise ValueError(f"expected {self.contents.schema}, got {schema}.")
+        if not self.contents.entries:  # what was said of others before does not bind this one
             lines = _encode({"event": "schema", "version": VERSION, "columns": schema.to_json()})
         self._append(lines + _encode({"event": "add", "entry": entry.to_json()}))
         self.contents.schema = schema

@@ -89,6 +89,7 @@ class TrajectoryWriter:
         self._calls: deque[_Call] = deque()
         self._has_worker = False  # the thread, or whoever does its work
         self._is_stopping = False
+        self._is_let_go = False
         self._on_end: Callable[[], None] | None = None  # when all is written and nobody is left
         self._failure: BaseException | None = None  # that nobody was told of yet
         self._has_failed = False  # and nobody has asked since to try again
@@ -186,9 +187,13 @@ class TrajectoryWriter:
     def let_go(self, release: Callable[[], None]) -> None:
         """Nobody has the buffer any more: write what is pending, then end and ``release()``.
 
-        Does not wait. What cannot be written is lost then, and the log says so.
+        Does not wait. What cannot be written is lost then, and the log says so. Again it does
+        nothing.
         """
         with self._changed:
+            if self._is_let_go:
+                return
+            self._is_let_go = True
             self._is_stopping, self._on_end = True, release
             self._failure, self._has_failed = None, False  # tried once more
             self._asked.notify_all()

@@ -35,10 +35,6 @@ VALUES: list[Any] = [
 ]
 
 
-# What an index says of where a file's bytes lie, and what they are.
-_OF_LAYOUT = frozenset({"columns", "schema", "shape", "parts"})
-
-
 class Forgery(NamedTuple):
     """Put ``value`` at a place in a file's JSON: in line ``line`` of it."""
 
@@ -209,8 +205,8 @@ def typed() -> Iterator[None]:
         yield
 
 
-def check_rows(source: ReplayReader | TrajectoryReplayBuffer, is_layout_right: bool) -> None:
-    """Those of a trajectory are those of one that was added, where the index knows its bytes."""
+def check_rows(source: ReplayReader | TrajectoryReplayBuffer, is_ours: bool) -> None:
+    """Those of a trajectory are those of one that was added; of RLinf's files nothing tells."""
     with typed():
         source.sample(30)
     repr(source)
@@ -219,7 +215,7 @@ def check_rows(source: ReplayReader | TrajectoryReplayBuffer, is_layout_right: b
     for i in source.trajectory_ids:
         with typed():
             got = source.get_trajectory(i)
-            if not is_layout_right:
+            if not is_ours:
                 continue
             number = int(got.curr_obs["states"].flatten()[0])
             expected = item(number)
@@ -228,29 +224,29 @@ def check_rows(source: ReplayReader | TrajectoryReplayBuffer, is_layout_right: b
             assert is_equal(got.curr_obs, expected["curr_obs"])
 
 
-def read(path: Path, is_layout_right: bool) -> None:
+def read(path: Path, is_ours: bool) -> None:
     with typed(), ReplayReader(path) as reader:
-        check_rows(reader, is_layout_right)
+        check_rows(reader, is_ours)
     with typed(), ReplayReader([path]) as reader:
-        check_rows(reader, is_layout_right)
+        check_rows(reader, is_ours)
 
 
-def load(path: Path, is_layout_right: bool) -> None:
+def load(path: Path, is_ours: bool) -> None:
     with typed(), TrajectoryReplayBuffer() as buffer:
         buffer.load_checkpoint(path)
-        check_rows(buffer, is_layout_right)
+        check_rows(buffer, is_ours)
     with typed(), TrajectoryReplayBuffer() as buffer:
         buffer.load_checkpoint(path, True, 1, 2)
 
 
-def write(path: Path, is_layout_right: bool) -> None:
+def write(path: Path, is_ours: bool) -> None:
     """Go on writing to it; what was added is there when it is opened again."""
     if not is_live(path):
         return
     with typed():
         buffer = opened(path)
         try:
-            check_rows(buffer, is_layout_right)
+            check_rows(buffer, is_ours)
             before = list(buffer.trajectory_ids)
             with typed():
                 buffer.add_trajectories([item(5)])
@@ -296,17 +292,15 @@ def check(whole: Path, forgery: Forgery, scratch: Path, commands: list[list[str]
     try:
         shutil.copytree(whole, path)
         forge(path, forgery)
-        is_of_index = forgery.file.endswith((".json", ".jsonl"))
-        is_layout_right = is_ours and not (is_of_index and _OF_LAYOUT.intersection(forgery.where))
-        read(path, is_layout_right)
-        load(path, is_layout_right)
+        read(path, is_ours)
+        load(path, is_ours)
         for number, arguments in enumerate(commands):
             options = [["--json"], []][number % 2]
             place = path
             if arguments == ["repair"]:
                 place = shutil.copytree(path, scratch / "repaired")
             command(place, scratch / f"target{number}", arguments, options)
-        write(path, is_layout_right)
+        write(path, is_ours)
     except Exception as error:
         raise AssertionError(str(forgery)) from error
     finally:

@@ -2014,6 +2014,26 @@ def test_threads_that_miss_a_file_at_once_all_go_on(path: Path) -> None:
         shutil.rmtree(path)
 
 
+@by_format
+@pytest.mark.parametrize("is_other_schema", [False, True], ids=["same", "other schema"])
+def test_what_is_added_after_an_empty_part_was_loaded_is_read_again(
+    live: Path, path: Path, form: str, is_other_schema: bool
+) -> None:
+    """The part had columns, and no trajectory that would hold the next ones to them."""
+    checkpoint_of(path, 0, form=form)
+    image = (4, 4, 3) if is_other_schema else ()
+    with made(live, form=form) as buffer, ReplayReader(live) as reader:
+        load(buffer, path, 1, 2)
+        assert not reader.refresh()
+        assert (buffer.schema, reader.schema) == (None, None)
+        add(buffer, 5, 6, image=image)
+        buffer.flush()
+        reader.refresh()
+        assert held(reader) == held(buffer) == {2: 5, 4: 6}
+    with made(live, form=form) as buffer:
+        assert held(buffer) == {2: 5, 4: 6}
+
+
 @by_mode
 @pytest.mark.parametrize("is_other_schema", [False, True], ids=["same", "other schema"])
 def test_whoever_reads_while_another_thread_loads_finds_the_old_rows_or_the_new(

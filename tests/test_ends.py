@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 from data import names_of
+from interrupts import storm
 
 from mmbuf import LockedError, ReplayReader, TrajectoryReplayBuffer, WriteError, files
+from mmbuf.writer import TrajectoryWriter
 
 ITEM = {"rewards": torch.ones(4, 2, 1)}
 
@@ -190,6 +192,49 @@ def test_a_buffer_that_is_dropped_writes_what_is_pending_and_lets_the_store_go(
             assert again.trajectory_ids == list(range(50))
     finally:
         gc.enable()
+
+
+def test_the_store_of_a_dropped_buffer_that_was_interrupted_is_let_go_when_another_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    told: list[object] = []
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
+    buffer.add_trajectories([ITEM])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
+        patch.setattr(TrajectoryWriter, "let_go", interrupt)
+        del buffer
+        gc.collect()
+    assert told == [KeyboardInterrupt]
+    with wait_for(tmp_path) as buffer:
+        assert buffer.trajectory_ids == [0]
+
+
+def test_stores_whose_opening_is_interrupted_again_and_again_are_let_go(tmp_path: Path) -> None:
+    wait_for(tmp_path).close()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    num_interrupted = 0
+    ends_at = time.monotonic() + 4
+    with storm(0, 0.002) as is_open:
+        while time.monotonic() < ends_at:
+            buffer = None
+            try:
+                is_open[0] = True
+                buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
+                is_open[0] = False
+            except KeyboardInterrupt:
+                is_open[0] = False
+                num_interrupted += 1
+            except LockedError:  # the one before is let go by and by
+                is_open[0] = False
+            if buffer is not None:
+                buffer.close()
+    wait_for(tmp_path).close()
+    assert num_interrupted > 10
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_buffers_that_are_dropped_leave_no_descriptor_and_no_mapping(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,8 @@ def run_rounds(path: Path, num_rounds: int) -> None:
                 buffer.clear()
         buffer.flush()
         for child in (one, other):
-            child.pipe.send("end")
+            with suppress(BrokenPipeError):  # it has failed, and says how
+                child.pipe.send("end")
         for child in (one, other):
             ids, num_batches, num_trajectories, is_clean = child.result()
             assert ids == buffer.trajectory_ids
