@@ -142,7 +142,8 @@ class TrajectoryReplayBuffer:
                 index = TrajectoryIndex(directory, storage.verify, storage.size_of, self._lock)
                 contents = index.contents
                 try:
-                    self._window.load(contents.schema, _items(contents, directory))
+                    cache = self._cache_for(contents)
+                    self._window.load(cache, _items(contents, directory))
                     self._count_disk_bytes(directory, contents)
                 except BaseException:
                     index.close()
@@ -328,11 +329,12 @@ class TrajectoryReplayBuffer:
 
     def _check_can_retry(self, what: str, error: Exception, num_changes: int) -> None:
         """Raise the error, unless the window has changed since, by us or by another thread."""
-        if self._is_closed:  # since it was looked at, by another thread or a handler
-            raise _closed(what) from None
         if not isinstance(error, (EmptyBufferError, KeyError)):
             shield.run(self._drop_missing)
-        if not shield.run(self._window.has_changed_since, num_changes):
+        has_changed = shield.run(self._window.has_changed_since, num_changes)
+        if self._is_closed:  # since it was looked at, by another thread or a handler
+            raise _closed(what) from None
+        if not has_changed:
             raise error
 
     def _drop_missing(self) -> None:
@@ -342,7 +344,8 @@ class TrajectoryReplayBuffer:
         """
         if self._writer is None:
             with self._add_lock:
-                self._window.drop_missing(snapshot.whereabouts)
+                if not self._is_closed:
+                    self._window.drop_missing(snapshot.whereabouts)
         elif self._is_forked():
             self._window.drop_missing()
 
@@ -574,18 +577,24 @@ class TrajectoryReplayBuffer:
             contents = checkpoint.shard(contents, rank, world_size)
             generator = checkpoint.stream_of(generator, rank, world_size)
         contents.count_above(self._next_id)
+        cache = self._cache_for(contents)  # or MemoryError, before anything has changed
         if self._writer is not None:
             directory = self._writer.directory
             used_below = self._next_id
             with checkpoint.brought_in(directory, path, contents, used_below) as contents:
                 self._writer.load(contents)
             path = directory
-        self._window.load(contents.schema, _items(contents, path))
+        self._window.load(cache, _items(contents, path))
         self._window.generator = generator
         self._next_id, self._id_step = contents.trajectory_counter, contents.id_step
         if self._writer is not None:
-            self._writer.remove_dead_files()
             self._count_disk_bytes(path, contents)
+            self._writer.remove_dead_files()  # last: an interrupt may end it, or a failure
+
+    def _cache_for(self, contents: Contents) -> TrajectoryCache | None:
+        if contents.schema is None or not contents.entries:
+            return None
+        return self._window.cache_for(contents.schema)
 
     def _count_disk_bytes(self, directory: str, contents: Contents) -> None:
         if self._budget.max_bytes is not None:

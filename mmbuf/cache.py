@@ -36,7 +36,7 @@ import numpy as np
 
 from mmbuf import shield, vm
 from mmbuf.entry import Entry
-from mmbuf.errors import CorruptError, EmptyBufferError
+from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
 from mmbuf.pool import MIN_BYTES, BatchPool
 from mmbuf.sampling.draw import Delivery, Draw, StaleSightError
@@ -137,6 +137,7 @@ class TrajectoryCache:
         self._spared_bytes = None if left is None else left // 2
         self._table = SlotTable(len(self._places.lanes))
         self._view = View(self._table, is_filled=True)
+        self._is_closed = False
         self._slots: dict[int, Slot] = {}
         self._resident: deque[Slot] = deque()  # those with a place, oldest first
         self._num_unfilled = 0  # of the window
@@ -157,6 +158,7 @@ class TrajectoryCache:
         place = None
         try:
             with self._lock:
+                self._check_open()
                 place = self._places.find(payload.rows)
                 if place is None:
                     if not self._resident and not self._retired:
@@ -194,6 +196,7 @@ class TrajectoryCache:
                 rows = layouts[id(entry.parts)] = tuple(part.rows for part in entry.parts)
             slots.append(Slot(entry, path, rows, True, False, None))
         with self._lock:
+            self._check_open()
             if len(slots) < _MANY or not self._append_all(slots, num_cold):
                 for i, slot in enumerate(slots):
                     slot.place = self._find_place(slot.rows) if i >= num_cold else None
@@ -417,6 +420,7 @@ class TrajectoryCache:
     def close(self) -> None:
         """Give all addresses back: now, or when the gathers that go on have ended."""
         with self._lock:
+            self._is_closed = True
             self._forget_all()
             end = _End()
             weakref.finalize(end, self._give_all_back).atexit = False
@@ -426,6 +430,10 @@ class TrajectoryCache:
                     if pin is not None:
                         pin.holds = [*(pin.holds or ()), end]
         del end  # at the latest with the last of the pins
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("expected an open cache, got one that was closed.")
 
     def _give_all_back(self) -> None:
         with self._vm_lock, self._lock:

@@ -136,6 +136,8 @@ class ReplayReader:
 
     def _refresh(self) -> bool:
         with self._window.change_lock:
+            if self._is_closed:  # since it was looked at, by another thread
+                raise _closed("refresh")
             news = self._stores.refresh()
             has_changed = bool(news)
             self._take_in(news)
@@ -148,17 +150,22 @@ class ReplayReader:
         """Change the window; what fails stays in ``news``."""
         if not news:
             return
-        with self._window.changing():
-            if news.gone:
-                self._window.remove(news.gone)
-                news.gone.clear()
-            if news.come:
-                schema = self._stores.schema
-                assert schema is not None
-                self._window.open(schema, news.come.values())
-                news.come.clear()
-                if news.is_late:  # a store that is new to us may be older than the others
-                    self._window.sort()
+        window = self._window
+        schema = self._stores.schema
+        with window.changing():
+            if schema is not None and news.come and window.entries.keys() <= set(news.gone):
+                window.load(window.cache_for(schema), news.come.values())
+            else:
+                if news.gone:
+                    window.remove(news.gone)
+                    news.gone.clear()
+                if news.come:
+                    assert schema is not None
+                    window.open(schema, news.come.values())
+                    if news.is_late:  # a store that is new to us may be older than the others
+                        window.sort()
+            news.gone.clear()
+            news.come.clear()
             news.is_late = False
 
     def sample(
@@ -230,7 +237,13 @@ class ReplayReader:
 
     def get_entry(self, trajectory_id: Any) -> Entry:
         """As `TrajectoryReplayBuffer.get_entry`; by one of `trajectory_ids`."""
-        return self._window.get_entry(trajectory_id)
+        while True:
+            num_changes = self._window.num_changes
+            try:
+                return self._window.get_entry(trajectory_id)
+            except KeyError:
+                if not shield.run(self._window.has_changed_since, num_changes):
+                    raise
 
     def _check_can_retry(self, num_changes: int) -> None:
         """Raise the error that is handled, unless the window has changed since.
@@ -295,10 +308,11 @@ class ReplayReader:
         shield.run(self._close)
 
     def _close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._stores.close()
-            self._window.close()
+        with self._window.change_lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._stores.close()
+                self._window.close()
 
     def __enter__(self) -> ReplayReader:
         return self

@@ -19,6 +19,7 @@ interpreter's exit) it is one as well, and then an interrupt may tear what it me
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from _thread import allocate_lock, get_ident, start_new_thread
@@ -169,7 +170,8 @@ def run(function: Callable[..., _T], *arguments: Any) -> _T:
     An exception that a handler raises meanwhile is raised when the function has ended, cut short
     by its next `check` if there is one. The function must not wait for the main thread.
     """
-    if get_ident() != _pool.main_thread:
+    # In the very last finalizers no other thread runs any more.
+    if get_ident() != _pool.main_thread or sys.is_finalizing():
         return function(*arguments)
     job = _Job(function, arguments)
     try:
@@ -198,6 +200,11 @@ def run(function: Callable[..., _T], *arguments: Any) -> _T:
             del error  # or it would be part of a cycle, by its traceback
     result: _T = job.result
     return result
+
+
+def caller() -> int | None:
+    """The thread that this one works for: of a worker the main thread, else itself."""
+    return get_ident() if getattr(_current, "job", None) is None else _pool.main_thread
 
 
 def check() -> None:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ from mmbuf.batch import (
 )
 from mmbuf.cache import STATS, Origins, TrajectoryCache
 from mmbuf.entry import Entry
-from mmbuf.errors import CorruptError, EmptyBufferError
+from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.forks import ChangeLock
 from mmbuf.notebook import Shown, told_bytes
 from mmbuf.places import Slot
 from mmbuf.sampling.draw import Delivery, Draw, Sampler
@@ -93,8 +94,8 @@ class Window:
         self._num_seen = 0  # rows that were ever in the list
         self._on_fork = on_fork  # called in a forked child, to make other locks anew
         self.num_changes = 0  # of the list as a whole: see `changing`
-        # Held while it changes so, and by a fork: so that no child has half a change.
-        self.change_lock = threading.RLock()
+        self._is_closed = False
+        self.change_lock = ChangeLock()  # held while it changes so
         _windows.add(self)
 
     @property
@@ -114,18 +115,26 @@ class Window:
         return ids[-self._window_size :] if self._window_size else ids
 
     def begin(self, schema: Schema) -> TrajectoryCache:
-        """The cache for trajectories of ``schema``, made if there is none yet."""
+        """The cache for trajectories of ``schema``, made if there is none yet; of an empty list."""
+        former = self.cache
+        if former is not None and former.schema != schema:
+            self.cache = None  # in this order: there may be no memory for another
+            former.close()
+        self.cache = self.cache_for(schema)
+        return self.cache
+
+    def cache_for(self, schema: Schema) -> TrajectoryCache:
+        """The cache if it is for ``schema``, else a new one, for `load`; MemoryError."""
+        if self._is_closed:
+            raise ClosedError("expected an open window, got one that was closed.")
         if self.cache is not None and self.cache.schema == schema:
             return self.cache
-        if self.cache is not None:
-            self.cache.close()
-        self.cache = TrajectoryCache(
+        return TrajectoryCache(
             schema,
             window_size=self._window_size,
             cache_size=self._cache_size,
             can_map=self._can_map,
         )
-        return self.cache
 
     def add(self, slot: Slot) -> None:
         """Append to the list what was put into the cache."""
@@ -168,22 +177,28 @@ class Window:
 
     def has_changed_since(self, num_changes: int) -> bool:
         """Whether it has changed so; waits while it does."""
-        with self.change_lock:
-            return self.num_changes != num_changes
+        self.change_lock.wait()
+        return self.num_changes != num_changes
 
-    def load(self, schema: Schema | None, items: Iterable[Item]) -> None:
-        """`open` these in the place of all others. Other threads find the old list or the new."""
+    def load(self, cache: TrajectoryCache | None, items: Iterable[Item]) -> None:
+        """`open` these, in a `cache_for` their schema, in the place of all others.
+
+        The list is replaced at once, the rows to be drawn a moment later. With None all are gone.
+        """
         items = list(items)
         with self.changing():
-            if schema is None or not items:
+            if cache is None or not items:
                 self.clear()
                 return
-            storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
-            if self.cache is not None:
-                self.cache.clear()
+            described = [(entry, directory) for _, entry, directory in items]
+            storage.check_entries(cache.schema, described)
+            former, self.cache = self.cache, cache
+            if former is cache:
+                cache.clear()
+            elif former is not None:
+                former.close()
             self._slots.clear()
             self._leaving.clear()
-            cache = self.begin(schema)
             self._directories = {key: directory for key, _, directory in items}
             self.entries = {key: entry for key, entry, _ in items}
             self.total_samples = sum(entry.num_samples for _, entry, _ in items)
@@ -241,6 +256,8 @@ class Window:
         parent removes files without telling.
         """
         with self.change_lock:
+            if self._is_closed:
+                return
             missing: dict[str, dict[Key, Entry]] = {}
             for key in filter(self._is_missing, self.trajectory_ids):
                 missing.setdefault(self._directories[key], {})[key] = self.entries[key]
@@ -292,7 +309,9 @@ class Window:
 
     def _open_anew(self, keys: Sequence[Key]) -> None:
         items = [(key, self.entries[key], self._directories[key]) for key in keys]
-        self.load(self.schema, items)
+        num_seen = self._num_seen
+        self.load(self.cache, items)
+        self._num_seen = num_seen
 
     def clear(self) -> None:
         """Forget all trajectories."""
@@ -306,6 +325,7 @@ class Window:
 
     def close(self) -> None:
         """Give all memory back, once the gathers that go on have ended."""
+        self._is_closed = True
         _windows.discard(self)
         self._stagings.clear()
         if self.cache is not None:
@@ -485,7 +505,8 @@ class Window:
             slot = self._slots.get(trajectory_id)
             directory = self._directories.get(trajectory_id, "")
             cache = self.cache
-            assert cache is not None
+            if cache is None:  # all are gone by now
+                continue
             schema = cache.schema
             leaves = None
             if slot is not None and slot.entry.uuid != entry.uuid:
@@ -663,7 +684,7 @@ class Window:
         self._num_children = 0
         self._list_lock = threading.Lock()
         self._count_lock = threading.Lock()
-        self.change_lock = threading.RLock()
+        self.change_lock = ChangeLock()
         for sampler in list(self._samplers):
             sampler.renew_lock()
         if self.cache is not None:
@@ -696,35 +717,21 @@ def _whole(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> Any:
 _windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
-_forking = threading.RLock()  # one fork at a time: two could wait for each other's windows
-_held: list[Window] = []  # those that are kept from changing by the fork that goes on
-
-
 def _before_fork() -> None:
-    _forking.acquire()
-    for window in list(_windows):
-        window.change_lock.acquire()
-        _held.append(window)
+    for window in _all_windows():
         window.count_fork()
 
 
-def _after_fork_in_parent() -> None:
-    while _held:
-        _held.pop().change_lock.release()
-    _forking.release()
-
-
 def _after_fork_in_child() -> None:
-    global _forking
-    _forking = threading.RLock()
-    _held.clear()
-    for window in list(_windows):
+    for window in _all_windows():
         window.renew_after_fork()
 
 
+def _all_windows() -> list[Window]:
+    while True:
+        with suppress(RuntimeError):  # another thread has made one meanwhile
+            return list(_windows)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
-        after_in_child=_after_fork_in_child,
-    )
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -54,6 +54,7 @@ from mmbuf import (
     storage,
 )
 from mmbuf.cache import TrajectoryCache
+from mmbuf.writer import TrajectoryWriter
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 FORMATS = list(storage.FORMATS)
@@ -2063,6 +2064,54 @@ def test_whoever_reads_while_another_thread_loads_finds_the_old_rows_or_the_new(
         assert held(buffer) == {0: 5, 1: 6}
         with pytest.raises(KeyError, match="trajectory 7"):
             buffer.get_trajectory(7)
+
+
+@by_mode
+def test_a_load_that_there_are_no_addresses_for_changes_nothing(
+    live: Path, path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryError("no addresses")
+
+    checkpoint_of(path, 7, image=(4, 4, 3))
+    with made(live, is_saved) as buffer:
+        add(buffer, 0, 1)
+        buffer.flush()
+        before = listing(live) if is_saved else []
+        with monkeypatch.context() as patch:
+            patch.setattr("mmbuf.cache.Places", refuse)
+            with pytest.raises(MemoryError, match="no addresses"):
+                buffer.load_checkpoint(path)
+        assert (listing(live) if is_saved else []) == before
+        assert held(buffer) == {0: 0, 1: 1}
+        assert sampled(buffer) == {0, 1}
+        add(buffer, 2)
+        assert held(buffer) == {0: 0, 1: 1, 2: 2}
+        buffer.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr("mmbuf.cache.Places", refuse)
+            with pytest.raises(MemoryError, match="no addresses"):
+                add(buffer, 3, image=(4, 4, 3))
+        add(buffer, 4)
+        assert held(buffer) == {3: 4}
+        assert sampled(buffer) == {4}
+
+
+def test_an_interrupted_load_counts_what_the_files_take_on_the_disk(
+    live: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    checkpoint_of(path, 7)
+    with made(live, max_disk_bytes=100_000, sample_window_size=1) as buffer:
+        add(buffer, 0, 1, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(TrajectoryWriter, "remove_dead_files", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.load_checkpoint(path)
+        assert held(buffer) == {0: 7}
+        assert list(buffer._budget._sizes) == [0]
 
 
 def save_over_at_first_link(

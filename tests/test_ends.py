@@ -71,6 +71,22 @@ def test_a_checkpoint_can_be_saved_at_exit(tmp_path: Path) -> None:
     assert stored_ids(tmp_path / "checkpoint") == list(range(50))
 
 
+def test_a_buffer_that_a_finalizer_closes_at_the_very_end_does_not_hang(tmp_path: Path) -> None:
+    script = """
+class Trainer:
+    def __init__(self):
+        self.buffer, self.itself = buffer, self
+        buffer.flush()
+    def __del__(self):
+        self.buffer.close()
+        print("closed", flush=True)
+Trainer()
+del buffer
+"""
+    assert run_process(script, tmp_path) == "closed\n"
+    assert stored_ids(tmp_path) == list(range(50))
+
+
 def test_what_is_added_at_exit_is_written(tmp_path: Path) -> None:
     script = """
 def last():

@@ -38,6 +38,7 @@ from mmbuf import (
     index,
     stores,
 )
+from mmbuf.cache import TrajectoryCache
 from mmbuf.formats import arrow
 from mmbuf.places import Places
 from mmbuf.window import Window
@@ -422,7 +423,7 @@ def test_an_error_at_opening_holds_no_journal(store: Path, monkeypatch: pytest.M
     def refuse(self: object, *_: object) -> None:
         raise PermissionError("refused")
 
-    monkeypatch.setattr(Window, "open", refuse)
+    monkeypatch.setattr(Window, "load", refuse)
     with pytest.raises(PermissionError) as error:
         ReplayReader(store)
     held = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
@@ -447,6 +448,42 @@ def test_opening_leaves_the_garbage_collector_as_it_was(store: Path, is_enabled:
     finally:
         gc.enable()
     assert seen == [False]
+
+
+def test_a_reader_that_another_thread_closes_takes_in_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its addresses may be other people's by then."""
+    with opened(tmp_path / "live") as buffer:
+        buffer.add_trajectories([valued(0.0)])
+        buffer.flush()
+        for number in range(1, 40):
+            reader = ReplayReader(tmp_path / "live")
+            failures: list[BaseException] = []
+
+            def sample(reader: ReplayReader = reader, told: list[BaseException] = failures) -> None:
+                try:
+                    while True:
+                        reader.sample(4)
+                except ClosedError:
+                    pass
+                except BaseException as failure:
+                    told.append(failure)
+
+            threads = [threading.Thread(target=sample) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            buffer.add_trajectories([valued(float(number))] * 3)
+            buffer.flush()
+            reader.close()
+            for thread in threads:
+                thread.join()
+            assert failures == []
+            cache = reader._window.cache
+            assert cache is not None
+            assert cache._view.low == cache._view.high
+            with pytest.raises(ClosedError):
+                cache.open([])
 
 
 # -- what is replaced meanwhile ------------------------------------------------------------------
@@ -520,12 +557,14 @@ def test_a_trajectory_is_not_missed_while_another_thread_takes_in_a_load(
         buffer.save_checkpoint(tmp_path / "checkpoint")
         with ReplayReader(tmp_path / "live") as reader:
             buffer.load_checkpoint(tmp_path / "checkpoint")
-            halt = Halt(monkeypatch, Window, "open", lambda *_: True)
+            halt = Halt(monkeypatch, TrajectoryCache, "open", lambda *_: True)
             halt.run(reader.refresh)
-            assert reader.trajectory_ids == []
+            assert (len(reader), reader.trajectory_ids) == (1, [0])
+            assert reader.get_entry(0).trajectory_id == 0
             looking = threading.Timer(0.05, halt.result)
             looking.start()
             assert torch.equal(reader.get_trajectory(0).rewards, valued(0.0)["rewards"])
+            assert torch.equal(reader.sample(8)["rewards"], torch.zeros(8, 10))
             looking.join()
 
 
