@@ -189,24 +189,21 @@ class TrajectoryReplayBuffer:
         # The items come from code of the caller's, that may call this buffer or take for ever.
         for item in trajectories:
             fields, max_episode_length, model_weights_id = fields_of(item)
-            payload = measure(fields, self._window.schema).on_host()
-            shield.run(self._add, fields, payload, max_episode_length, model_weights_id)
+            is_added = False
+            while not is_added:
+                payload = measure(fields, self._window.schema).on_host()
+                is_added = shield.run(self._add, payload, max_episode_length, model_weights_id)
 
-    def _add(
-        self,
-        fields: Mapping[str, Any],
-        payload: Payload,
-        max_episode_length: int,
-        model_weights_id: str,
-    ) -> None:
+    def _add(self, payload: Payload, max_episode_length: int, model_weights_id: str) -> bool:
+        """False where it is to be measured again: the schema is another thread's by now."""
         with self._add_lock:
             self._check_can_write("add_trajectories")
             writer = self._writer
             if writer is not None:
                 writer.raise_failure()
             schema = self._window.schema
-            if schema is not None and payload.schema is not schema:  # another thread's by now
-                payload = measure(fields, schema)
+            if schema is not None and payload.schema is not schema:
+                return False
             entry = Entry(
                 uuid.uuid4().hex,
                 self._next_id,
@@ -236,6 +233,7 @@ class TrajectoryReplayBuffer:
                 writer.submit(cache, slot, size_bytes)
             else:
                 cache.reclaim()
+            return True
 
     def _put(self, cache: TrajectoryCache, entry: Entry, payload: Payload) -> Slot:
         """Copy the rows into the cache, when there is room for them."""
@@ -630,8 +628,10 @@ class TrajectoryReplayBuffer:
                 _holdings.discard(self._holding)
             self._window.close()
             if writer is not None:
-                self._lock.release()
-                writer.close()
+                try:
+                    writer.close()
+                finally:
+                    self._lock.release()
 
     def __enter__(self) -> TrajectoryReplayBuffer:
         return self

@@ -357,7 +357,8 @@ class _ProcessQueue:
                 # The last item and the end may have come between the kernel's two looks.
                 elif not self._num_unread():
                     raise ClosedError(_CLOSED_TO_GET)
-            shield.run(message.load)
+            message.load()
+            shield.run(message.close)
             return message.item
         except BaseException:
             if message.raw:
@@ -426,20 +427,24 @@ class _Message:
         self.rights: Sequence[tuple[int, int, bytes]] = ()  # as ``recvmsg`` gives them
         self.item: Any = None
         self._is_loaded = False
-        self._lock = shield.Lock()
 
     def load(self) -> None:
-        """Have the item ready. One that cannot be loaded is no message any more."""
-        with self._lock:
-            if not self._is_loaded:
-                try:
-                    self.item = _loaded(self.raw, self._descriptors())
-                except Exception:
-                    self.raw = b""
-                    self.close()
-                    raise
-                self._is_loaded = True
-                self.close()
+        """Have the item ready. One that cannot be loaded is no message any more.
+
+        In the thread that wants it: unpickling may import what this thread is just importing. It
+        may be interrupted, and then called again.
+        """
+        if not self._is_loaded:
+            try:
+                self.item = _loaded(self.raw, self._descriptors())
+            except Exception:
+                shield.run(self._give_up)
+                raise
+            self._is_loaded = True
+
+    def _give_up(self) -> None:
+        self.raw = b""
+        self.close()
 
     def _descriptors(self) -> list[int]:
         found = array("i")

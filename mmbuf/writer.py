@@ -168,14 +168,15 @@ class TrajectoryWriter:
             self.flush(sync=False, is_last=True)
             self._call(self._write_snapshots)
         with self._changed:
-            lost = len(self._pending)
+            given_up = [slot.entry.trajectory_id for _, slot, _ in self._pending]
             self._pending.clear()
             self.pending_bytes = 0
             self._is_stopping = True
             self._asked.notify_all()
             while self._has_worker:
                 self._changed.wait(shield.LOOK_S)
-        return lost
+        # The first of them may have been on its way to its file.
+        return sum(i not in self._index.contents.entries for i in given_up)
 
     def close(self) -> None:
         """Close the journal, after `stop`; and so it is even if that is a WriteError."""
@@ -353,6 +354,8 @@ class TrajectoryWriter:
             self._write_pending()
             if self._index.is_snapshot_due():
                 self._write_snapshots()
+        except (KeyboardInterrupt, shield.CancelledError):  # where no thread is to be had
+            raise
         except BaseException as error:
             with self._changed:
                 self._failure, self._has_failed = error, True

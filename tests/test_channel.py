@@ -9,12 +9,14 @@ import os
 import pickle
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import data
@@ -328,6 +330,27 @@ def test_an_item_that_does_not_pickle_is_not_put() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_a_module_that_is_just_imported_can_get_an_item_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "importing.py").write_text("""
+from mmbuf import Channel
+class Item:
+    pass
+channel = Channel(2, context="spawn")
+channel.put(Item())
+found = channel.get(timeout_s=10)
+""")
+    program = "import importing; print(type(importing.found).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "Item\n"), done.stderr
+
+
 def test_channels_and_their_items_leave_no_descriptor_open() -> None:
     def use() -> None:
         channel = Channel(4, "spawn")

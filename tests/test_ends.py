@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from data import names_of
 from interrupts import storm
 
-from mmbuf import LockedError, ReplayReader, TrajectoryReplayBuffer, WriteError, files
+from mmbuf import LockedError, ReplayReader, TrajectoryReplayBuffer, WriteError, files, storage
 from mmbuf.writer import TrajectoryWriter
 
 ITEM = {"rewards": torch.ones(4, 2, 1)}
@@ -162,6 +163,47 @@ def test_without_any_thread_whoever_waits_writes(
     buffer.add_trajectories([ITEM])
     buffer.close()
     assert stored_ids(tmp_path / "store") == [4]
+
+
+def test_an_interrupt_of_who_writes_without_any_thread_is_no_failure_of_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([ITEM])
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "write", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.flush()
+        buffer.flush()
+        assert stored_ids(tmp_path) == [0]
+
+
+def test_what_is_written_while_a_buffer_gives_up_is_not_told_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_written = threading.Event()
+    is_writing = threading.Event()
+    really = storage.write
+
+    def write(*arguments: Any) -> Any:
+        is_writing.set()
+        assert is_written.wait(10)
+        return really(*arguments)
+
+    monkeypatch.setattr(storage, "write", write)
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
+    buffer.add_trajectories([ITEM] * 3)
+    assert is_writing.wait(10)
+    threading.Timer(0.2, is_written.set).start()
+    buffer.close(wait=False)
+    assert stored_ids(tmp_path) == [0]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: closed with 2 trajectories not written."
+    ]
 
 
 def test_a_failure_without_any_thread_is_told_and_made_good(

@@ -26,8 +26,9 @@ class Stratified(Follower):
     """Rows with replacement, so many from each stratum: the trajectories of one value of ``by``.
 
     ``by`` is an attribute of the index (``model_weights_id``, ``max_episode_length``), the dotted
-    name of a column, or a function of an `Entry`. Of a column of flags it is whether any row is
-    set, of another one, text too, the value of the first row (of its first element).
+    name of a column, or a function of an `Entry`, which another thread calls while the one that
+    draws waits for it. Of a column of flags it is whether any row is set, of another one, text too,
+    the value of the first row (of its first element).
 
     ``quotas`` are shares of each batch by value, which sum to 1, or numbers of rows, which sum to
     ``num_chunks``. Shares are rounded by largest remainder, so that the batch is whole. A stratum
