@@ -81,11 +81,17 @@ def plain(text: str) -> str:
 
 
 def path(name: str, value: Any) -> str:
-    """A path as a str: of a str, bytes or an ``os.PathLike``."""
+    """A path as a str: of a str, bytes or an ``os.PathLike``.
+
+    ValueError for an empty one, which would be the working directory, whatever that is.
+    """
     try:
-        return plain(os.fsdecode(value))
+        found = plain(os.fsdecode(value))
     except TypeError:
         raise TypeError(f"{name}: expected a path, got {told(value)}.") from None
+    if not found:
+        raise ValueError(f"{name}: expected a path, got an empty one.")
+    return found
 
 
 def paths(name: str, value: Any) -> tuple[list[str], bool]:

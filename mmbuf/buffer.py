@@ -95,8 +95,6 @@ class TrajectoryReplayBuffer:
         max_pending_bytes = arguments.whole("max_pending_bytes", max_pending_bytes)
         max_disk_bytes = arguments.whole_or_none("max_disk_bytes", max_disk_bytes)
         auto_save_path = arguments.path("auto_save_path", auto_save_path) if auto_save else ""
-        if auto_save and not auto_save_path:
-            raise ValueError("auto_save_path: expected a directory for auto_save=True, got none.")
         self.seed = seed
         self.enable_cache = enable_cache
         self.sample_window_size = sample_window_size

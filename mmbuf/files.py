@@ -31,6 +31,7 @@ from mmbuf.errors import CorruptError, LockedError
 WRITER_LOCK = ".writer.lock"  # in a store; held by its one writer
 
 _TEMPORARY = ".tmp"
+_MADE_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)  # as `temporary` makes them
 _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and a temporary's marks
 # What link answers where there are none: other file systems, some network and FAT ones, too many.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
@@ -454,10 +455,12 @@ def remove_temporaries(directory: str) -> None:
 
 
 def temporaries_in(directory: str) -> list[str]:
-    """Names of what a writer has half written, or has left so when it died."""
-    return [
-        name for name in os.listdir(directory) if name.startswith(".") and name.endswith(_TEMPORARY)
-    ]
+    """Names of what a writer has half written, or has left so when it died.
+
+    Other programs' temporaries, which lie where somebody saves into a directory of theirs, are
+    none of them.
+    """
+    return [name for name in os.listdir(directory) if _MADE_TEMPORARY.fullmatch(name)]
 
 
 @contextmanager

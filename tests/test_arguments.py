@@ -142,6 +142,12 @@ def test_paths_of_every_kind_are_strs() -> None:
     for wrong in (None, 5, True, ["a"], {"a": 1}):
         with pytest.raises(TypeError, match=r"^p: expected a path, got "):
             arguments.path("p", wrong)
+    for empty in ("", b"", np.str_("")):
+        with pytest.raises(ValueError, match=r"^p: expected a path, got an empty one\.$"):
+            arguments.path("p", empty)
+        with pytest.raises(ValueError, match=r"^p: expected a path, got an empty one\.$"):
+            arguments.paths("p", ["a", empty])
+    assert arguments.path("p", pathlib.Path("")) == "."
     for none in (None, 5, {"a": 1}, [None], [5]):
         with pytest.raises(TypeError, match=r"^p: expected a path"):
             arguments.paths("p", none)

@@ -1381,7 +1381,7 @@ def test_a_checkpoint_is_not_written_into(tmp_path: Path) -> None:
 
 
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
-    "no path": ({"auto_save": True}, "auto_save_path: expected a directory"),
+    "no path": ({"auto_save": True}, "auto_save_path: expected a path, got an empty"),
     "format": ({"trajectory_format": "parquet"}, "trajectory_format: expected one of .*'parquet'"),
     "cache size": ({"cache_size": -1}, "cache_size: expected None or at least 0, got -1"),
     "window": ({"sample_window_size": -1}, "sample_window_size: expected at least 0, got -1"),

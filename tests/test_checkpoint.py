@@ -341,6 +341,46 @@ def test_every_combination_of_flags_saves_and_loads(
         assert held(buffer) == same(0, 1)
 
 
+@by_mode
+def test_a_directory_of_other_programs_keeps_their_temporaries(
+    tmp_path: Path, path: Path, is_saved: bool
+) -> None:
+    others = [".cache.tmp", ".mine.0123456789ab.tmpx", ".notes.tmp"]
+    (path / ".cache.tmp").mkdir(parents=True)
+    (path / ".cache.tmp" / "precious").write_text("x")
+    for name in others[1:]:
+        (path / name).write_text("x")
+    if is_saved:
+        with made(path) as buffer:
+            add(buffer, 0)
+    else:
+        with TrajectoryReplayBuffer() as buffer:
+            add(buffer, 0)
+            buffer.save_checkpoint(path)
+    assert set(others) < set(listing(path))
+    assert (path / ".cache.tmp" / "precious").read_text() == "x"
+    (path / ".notes.tmp").unlink()  # the check for leaks takes it for ours
+
+
+def test_an_empty_path_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0)
+        with pytest.raises(ValueError, match=r"^save_path: expected a path, got an empty one\.$"):
+            buffer.save_checkpoint("")
+        with pytest.raises(ValueError, match=r"^load_path: expected a path, got an empty one\.$"):
+            buffer.load_checkpoint("")
+        with pytest.raises(ValueError, match=r"^path: expected a path, got an empty one\.$"):
+            ReplayReader("")
+        with pytest.raises(ValueError, match=r"^auto_save_path: expected a path, got an empty"):
+            TrajectoryReplayBuffer(auto_save=True)
+        assert listing(tmp_path) == []
+        buffer.save_checkpoint(Path(""))
+    assert listing(tmp_path) == files_of("arrow", 0)
+
+
 # -- saving leaves the buffer as it is -----------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -116,12 +117,20 @@ def test_a_temporary_is_a_hidden_name_beside_that_no_other_call_gives(tmp_path: 
 
 
 def test_only_temporaries_are_removed(tmp_path: Path) -> None:
-    keep = [".hidden", "tmp.notes", "a.arrow", ".writer.lock"]
-    for name in keep:
+    others = [".notes.tmp", "..0123456789ab.tmp", "a.0123456789ab.tmp", ".a.0123456789AB.tmp"]
+    keep = [".hidden", "tmp.notes", "a.arrow", ".writer.lock", ".cache.tmp", *others]
+    (tmp_path / ".cache.tmp").mkdir()
+    for name in set(keep) - {".cache.tmp"}:
         (tmp_path / name).write_bytes(b"")
     Path(files.temporary(str(tmp_path / "a.arrow"))).write_bytes(b"half")
+    half = Path(files.temporary(str(tmp_path / "a\nb.npy")))
+    half.mkdir()
+    (half / "rewards.npy").write_bytes(b"half")
     files.remove_temporaries(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == sorted(keep)
+    shutil.rmtree(tmp_path / ".cache.tmp")  # the check for leaks takes these for ours
+    for name in others:
+        (tmp_path / name).unlink()
 
 
 def test_a_dangling_link_takes_a_name(tmp_path: Path) -> None:

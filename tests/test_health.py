@@ -1270,14 +1270,14 @@ def test_verify_command_says_that_nothing_is_damaged(tmp_path: Path) -> None:
 def test_verify_command_lists_what_is_damaged(tmp_path: Path) -> None:
     path = store(tmp_path / "a")
     flip(file_of(path, 1), arrow_places(path)["rewards, first byte"])
-    (path / ".x.tmp").write_bytes(b"")
+    (path / ".x.0123456789ab.tmp").write_bytes(b"")
     result = run("verify", path)
     what = "column 'rewards': expected bytes of its CRC-32, got others."
     assert (result.exit_code, result.stdout.splitlines()) == (
         1,
         [
             f"damage: {path}/trajectory_1_.arrow: {what}",
-            f"remark: {path}/.x.tmp: left half written; the next writer removes it.",
+            f"remark: {path}/.x.0123456789ab.tmp: left half written; the next writer removes it.",
             f"{path}: 4 trajectories read, 1 things are damaged",
         ],
     )
@@ -1287,13 +1287,13 @@ def test_verify_command_lists_what_is_damaged(tmp_path: Path) -> None:
         [
             {"path": f"{path}/trajectory_1_.arrow", "what": what, "is_damage": True},
             {
-                "path": f"{path}/.x.tmp",
+                "path": f"{path}/.x.0123456789ab.tmp",
                 "what": "left half written; the next writer removes it.",
                 "is_damage": False,
             },
         ],
     )
-    (path / ".x.tmp").unlink()
+    (path / ".x.0123456789ab.tmp").unlink()
 
 
 def test_verify_command_does_not_fail_on_remarks(tmp_path: Path) -> None:
@@ -1494,10 +1494,10 @@ def test_doctor_minds_a_lock_whose_process_has_ended(
 
 def test_doctor_minds_temporaries_that_nobody_writes(tmp_path: Path) -> None:
     path = store(tmp_path / "a")
-    (path / ".a.tmp").write_bytes(b"")
+    (path / ".a.0123456789ab.tmp").write_bytes(b"")
     with_one = by_name(path)["temporaries"]
     assert (with_one.value, with_one.is_fine) == (1, False)
-    (path / ".a.tmp").unlink()
+    (path / ".a.0123456789ab.tmp").unlink()
     assert by_name(path)["temporaries"].value == 0
 
 

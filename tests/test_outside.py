@@ -438,10 +438,10 @@ def test_temporaries_that_are_links_are_unlinked_and_not_followed(
     store: Path, outside: Path
 ) -> None:
     made(store)
-    (store / ".a.tmp").symlink_to(outside / "precious")
-    (store / ".b.tmp").symlink_to(outside)
-    (store / ".c.tmp").mkdir()
-    (store / ".c.tmp" / "d").symlink_to(outside)
+    (store / ".a.0123456789ab.tmp").symlink_to(outside / "precious")
+    (store / ".b.0123456789ab.tmp").symlink_to(outside)
+    (store / ".c.0123456789ab.tmp").mkdir()
+    (store / ".c.0123456789ab.tmp" / "d").symlink_to(outside)
     with nothing_outside(store, is_changed=True):
         go_on(store)
     assert not list(store.glob(".*.tmp"))

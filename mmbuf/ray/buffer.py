@@ -432,12 +432,12 @@ class RayReplayBuffer:
         to stay until then. The state of this handle's generator is saved with them. ShardError if
         a shard does not answer.
         """
-        path = files.absolute(save_path)
+        path = files.absolute(arguments.path("save_path", save_path))
         files.make_directory(path)
         num_shards = len(self._shards.all)
-        arguments = [(files.join(path, f"rank_{i}"), trajectory_format) for i in range(num_shards)]
+        ranks = [(files.join(path, f"rank_{i}"), trajectory_format) for i in range(num_shards)]
         state = {"num_shards": num_shards, **self.state_dict()}
-        self._shards.ask_all("save_checkpoint", "save", arguments, self._deadline(timeout_s))
+        self._shards.ask_all("save_checkpoint", "save", ranks, self._deadline(timeout_s))
         for rank in _ranks_in(path)[num_shards:]:  # of an earlier checkpoint of more shards
             files.remove(rank)
         files.replace(files.join(path, _STATE), [json.dumps(state).encode()])
@@ -452,7 +452,7 @@ class RayReplayBuffer:
         if a shard does not answer; some may have loaded their part then, or load it later.
         """
         deadline = self._deadline(timeout_s)
-        path = files.absolute(load_path)
+        path = files.absolute(arguments.path("load_path", load_path))
         num_shards = len(self._shards.all)
         ranks, state = _read_state(path)
         for source in ranks or [path]:
@@ -461,12 +461,12 @@ class RayReplayBuffer:
         merged = files.temporary(path)
         try:
             if is_same:
-                arguments: list[tuple[Any, ...]] = [(rank, False) for rank in ranks]
+                loads: list[tuple[Any, ...]] = [(rank, False) for rank in ranks]
             else:
                 if ranks:
                     merge(ranks, merged, order="added")
-                arguments = [(merged if ranks else path, num_shards > 1)] * num_shards
-            self._shards.ask_all("load_checkpoint", "load", arguments, deadline)
+                loads = [(merged if ranks else path, num_shards > 1)] * num_shards
+            self._shards.ask_all("load_checkpoint", "load", loads, deadline)
         finally:
             with self._lock:
                 self._forget_ahead()
