@@ -13,6 +13,9 @@ somebody may still read by that name. A name made of the id alone is for ids tha
 ``.saving.json`` lists what an unfinished save has put into an existing directory or was about to
 unlink there: the next one takes away what the index does not list.
 
+Whoever changes an existing directory, by a save or a repair, holds ``.checkpoint.lock`` meanwhile.
+It is removed at the end; one that is left was a killed process's, and locks nobody out.
+
 `read` opens whatever there is: a live store by its journal, a checkpoint by its index, a directory
 of RLinf's by its files. Here, and not in the index, since only the files know their schema there.
 """
@@ -32,7 +35,7 @@ import numpy as np
 
 from mmbuf import arguments, files, index, shield, storage
 from mmbuf.entry import MAX_NUMBER, Entry
-from mmbuf.errors import CorruptError, MmbufError, SchemaError, WriteError
+from mmbuf.errors import CorruptError, LockedError, MmbufError, SchemaError, WriteError
 from mmbuf.index import Contents
 
 # Brings a trajectory to a path in a format; its entry there.
@@ -40,9 +43,11 @@ Put = Callable[[Entry, str, str], Entry]
 
 _LEGACY_INDEX = "trajector_index.json"
 SAVING = ".saving.json"
+LOCK = ".checkpoint.lock"
 _KEPT = ("trajectory_format", "seed")
 _USED_BELOW = "names_used_below"
 _PATIENCE_S = 10.0  # with a directory that changes all the time
+_LOCK_PATIENCE_S = 10.0  # with another who saves to the same directory
 _log = logging.getLogger("mmbuf")
 
 _T = TypeVar("_T")
@@ -64,7 +69,8 @@ def save(
     no file yet. ``synced`` are the uuids of those whose files are on the disk itself: links to them
     need no sync, which would cost more than all the rest. ``in_use`` are files in ``directory``
     that somebody still reads: they stay until a later save, listed or not. OSError as the system
-    gives it; then the old checkpoint is whole.
+    gives it, LockedError where another does not come to the end of its save; then the old
+    checkpoint is whole.
     """
     default = trajectory_format or str(metadata["trajectory_format"])
     wanted = {
@@ -76,7 +82,9 @@ def save(
     metadata = {**metadata, "trajectory_format": common}
     metadata.pop(_USED_BELOW, None)  # of the directory that it was read from
     if files.exists(directory):
-        _save_into(directory, contents, metadata, put, wanted, synced, in_use)
+        _check_can_be_saved_into(directory)
+        with locked(directory):
+            _save_into(directory, contents, metadata, put, wanted, synced, in_use)
         return
     parent = files.directory_of(directory)
     files.make_directory(parent)
@@ -94,6 +102,51 @@ def save(
     files.sync(parent)  # the new name
 
 
+def _check_can_be_saved_into(directory: str) -> None:
+    if not files.is_directory(directory):
+        raise NotADirectoryError(f"save_path: expected a directory, got a file: {directory}")
+    if files.exists(files.join(directory, index.JOURNAL)):
+        raise FileExistsError(
+            f"save_path: expected a checkpoint or a new path, got the live store {directory}."
+        )
+
+
+@contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """Keep all others from saving into ``directory`` and from repairing it meanwhile.
+
+    Waits for who does so now, be it another thread; LockedError if that does not end.
+    """
+    lock = _acquired(files.join(directory, LOCK))
+    try:
+        yield
+    finally:
+        lock.remove()
+
+
+def _acquired(path: str) -> files.WriterLock:
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            return files.WriterLock(path)
+        except LockedError as error:
+            if time.monotonic() > deadline:
+                raise held_by_another(path, error) from None
+        time.sleep(shield.LOOK_S)
+        shield.check()
+
+
+def held_by_another(path: str, error: LockedError) -> LockedError:
+    """The error that says who saves to a checkpoint or repairs it, by that of its lock's file."""
+    who = "another process" if error.pid is None else f"process {error.pid} on {error.host}"
+    return LockedError(
+        f"{files.directory_of(path)}: expected nobody else who saves or repairs there, but {who} "
+        f"does. Try again when it has ended, or save to another path.",
+        pid=error.pid,
+        host=error.host,
+    )
+
+
 def _save_into(
     directory: str,
     contents: Contents,
@@ -103,12 +156,6 @@ def _save_into(
     synced: Collection[str],
     in_use: Collection[str],
 ) -> None:
-    if not files.is_directory(directory):
-        raise NotADirectoryError(f"save_path: expected a directory, got a file: {directory}")
-    if files.exists(files.join(directory, index.JOURNAL)):
-        raise FileExistsError(
-            f"save_path: expected a checkpoint or a new path, got the live store {directory}."
-        )
     files.remove_temporaries(directory)
     before = _old_contents(directory)
     listed = list(before.entries.values())

@@ -731,9 +731,9 @@ def sync_open(fd: int) -> None:
 class WriterLock:
     """The one writer of a store: a lock on ``path`` that dies with its process.
 
-    The file says who holds it. It is never removed, and replaced only by who holds it and its
-    successor as well; whoever has locked a file looks afterwards whether that still has the name,
-    and else tries the one that has it now.
+    The file says who holds it. It is removed only by who holds it, and replaced only by who holds
+    its successor as well; whoever has locked a file looks afterwards whether that still has the
+    name, and else tries the one that has it now.
 
     A file with other names is that of another store too: of a copy by hard links. It is not written
     to but replaced by one of our own, so that the two stores do not lock each other.
@@ -775,6 +775,14 @@ class WriterLock:
         _let_go(self._descriptors)
         if self._soft is not None:
             self._soft.release()
+
+    def remove(self) -> None:
+        """Let it go, and its file with it; while it is locked, so that it is nobody else's."""
+        try:
+            if self._soft is None and num_names(self._path, self._identity):
+                unlink(self._path)
+        finally:
+            self.release()
 
     def forget(self) -> None:
         """In a forked child: close what the parent has locked, which stays locked."""

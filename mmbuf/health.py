@@ -17,7 +17,7 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,7 +34,6 @@ Directory = str | os.PathLike[str]
 
 QUARANTINE = "quarantine"
 
-_REPAIR_LOCK = ".repair.lock"
 _NUM_THREADS = 8
 _ID_IN_NAME = re.compile(r"trajectory_([0-9]{1,18})_")
 
@@ -184,24 +183,34 @@ def repair(
     Whole files stay or are taken in, each under the id that it had where that is known; damaged
     ones move to ``quarantine/``. Ids are never given again. At every moment the old index holds or
     the new one; an interrupted repair can be run again, and a second one changes nothing. With
-    ``dry_run`` nothing is touched. LockedError while a writer has the store open; else as `verify`.
+    ``dry_run`` nothing is touched. LockedError while a writer has the store open, or somebody saves
+    to the checkpoint; else as `verify`.
     """
     directory = _checked_directory(path)
     is_live = _read(directory).is_live
-    lock_path = files.join(directory, files.WRITER_LOCK if is_live else _REPAIR_LOCK)
     if dry_run:
-        if _is_locked(lock_path):
-            raise files.locked(lock_path)
+        _check_is_unlocked(directory, is_live)
         return _Plan(directory, num_threads, on_progress).report
-    lock = files.WriterLock(lock_path)
-    try:
+    with _locked_store(directory) if is_live else checkpoint.locked(directory):
         plan = _Plan(directory, num_threads, on_progress)
         if plan.report.has_changes:
             plan.carry_out()
         return plan.report
+
+
+def _check_is_unlocked(directory: str, is_live: bool) -> None:
+    path = files.join(directory, files.WRITER_LOCK if is_live else checkpoint.LOCK)
+    if _is_locked(path):
+        error = files.locked(path)
+        raise error if is_live else checkpoint.held_by_another(path, error)
+
+
+@contextlib.contextmanager
+def _locked_store(directory: str) -> Iterator[None]:
+    lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
+    try:
+        yield
     finally:
-        if not is_live:
-            files.unlink(lock_path)  # a checkpoint stays as clean as it was
         lock.release()
 
 

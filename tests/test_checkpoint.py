@@ -12,7 +12,9 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
+import socket
 import stat
 import sys
 import threading
@@ -44,6 +46,7 @@ from data import (
 from mmbuf import (
     CorruptError,
     EmptyBufferError,
+    LockedError,
     ReplayReader,
     SchemaError,
     TrajectoryReplayBuffer,
@@ -51,6 +54,7 @@ from mmbuf import (
     WriteError,
     checkpoint,
     files,
+    health,
     storage,
 )
 from mmbuf.cache import TrajectoryCache
@@ -2255,6 +2259,143 @@ def test_whatever_is_on_a_checkpoint_that_is_saved_over_all_the_time_goes_on(
         child.pipe.send("end")
         assert child.result() > 20
         assert len(seen) > 10
+
+
+# -- several who save to one path ----------------------------------------------------------------
+
+
+def paused(patch: pytest.MonkeyPatch, path: Path, meanwhile: Callable[[], None]) -> None:
+    """Call ``meanwhile`` once, in the save that comes first, before it replaces the index."""
+    real, is_done = files.sync, threading.Event()
+
+    def sync(name: str) -> None:
+        if name == str(path) and not is_done.is_set():
+            is_done.set()
+            meanwhile()
+        real(name)
+
+    patch.setattr(files, "sync", sync)
+
+
+def test_a_second_save_to_an_existing_checkpoint_waits_for_the_first(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TrajectoryReplayBuffer() as first, TrajectoryReplayBuffer() as second:
+        add(first, 0)
+        first.save_checkpoint(path)
+        add(first, 1)
+        add(second, 2)
+        late = threading.Thread(target=second.save_checkpoint, args=(path,))
+        seen = []
+
+        def meanwhile() -> None:
+            late.start()
+            late.join(0.3)
+            seen.append((late.is_alive(), ".checkpoint.lock" in os.listdir(path)))
+
+        paused(monkeypatch, path, meanwhile)
+        first.save_checkpoint(path)
+        late.join()
+    assert seen == [(True, True)]
+    assert held_in(path) == {0: 2}
+    (name,) = set(listing(path)) - set(JSONS)
+    assert re.fullmatch(r"trajectory_0_\.[0-9a-f]{8}\.arrow", name)
+
+
+def test_two_buffers_that_save_to_one_path_all_the_time_leave_one_whole_checkpoint(
+    path: Path,
+) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0)
+        buffer.save_checkpoint(path)
+
+    def save(number: int) -> None:
+        with TrajectoryReplayBuffer(sample_window_size=3) as buffer:
+            for i in range(15):
+                add(buffer, number + i)
+                buffer.save_checkpoint(path)
+
+    with ThreadPoolExecutor(2) as executor:
+        assert [*executor.map(save, (100, 200))] == [None, None]
+    assert held_in(path) in [{i: number + i for i in (12, 13, 14)} for number in (100, 200)]
+    assert health.verify(path) == []
+    assert len(listing(path)) == len(JSONS) + 3
+
+
+def test_a_save_beside_one_that_does_not_end_is_a_locked_error_that_says_who(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_LOCK_PATIENCE_S", 0.2)
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0)
+        buffer.save_checkpoint(path)
+
+        def hold(parent: Parent) -> None:
+            with checkpoint.locked(str(path)):
+                parent.send(os.getpid())
+                time.sleep(60)
+
+        with Child(hold) as child:
+            pid = child.receive()
+            expected = (
+                f"{path}: expected nobody else who saves or repairs there, but process {pid} on "
+                f"{socket.gethostname()} does. Try again when it has ended, or save to another "
+                f"path."
+            )
+            for call in (
+                lambda: buffer.save_checkpoint(path),
+                lambda: health.repair(path),
+                lambda: health.repair(path, dry_run=True),
+            ):
+                with pytest.raises(LockedError) as error:
+                    call()
+                assert (str(error.value), error.value.pid) == (expected, pid)
+            assert held_in(path) == same(0)
+            assert health.verify(path) == []
+        # It was killed: its file is there still, and locks nobody out.
+        assert listing(path) == sorted([".checkpoint.lock", *files_of("arrow", 0)])
+        assert health.verify(path) == []
+        assert not health.repair(path, dry_run=True).has_changes
+        add(buffer, 1)
+        buffer.save_checkpoint(path)
+    assert listing(path) == files_of("arrow", 0, 1)
+    assert held_in(path) == same(0, 1)
+
+
+def test_a_save_while_a_checkpoint_is_repaired_waits_for_the_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TrajectoryReplayBuffer(sample_window_size=2) as buffer:
+        add(buffer, 0, 1)
+        buffer.save_checkpoint(path)
+        (path / "metadata.json").write_text("{")
+        add(buffer, 2, 3)
+        late = threading.Thread(target=buffer.save_checkpoint, args=(path,))
+        seen = []
+
+        def meanwhile() -> None:
+            late.start()
+            late.join(0.3)
+            seen.append(late.is_alive())
+
+        paused(monkeypatch, path, meanwhile)
+        assert health.repair(path).rewritten == sorted(JSONS)
+        late.join()
+    assert seen == [True]
+    assert held_in(path) == same(2, 3)
+    assert listing(path) == sorted(["quarantine", *files_of("arrow", 2, 3)])
+    assert health.verify(path) == []
+
+
+def test_a_removed_lock_that_another_has_made_anew_stays_the_others(path: Path) -> None:
+    path.mkdir()
+    lock = files.WriterLock(str(path / "lock"))
+    (path / "lock").unlink()
+    other = files.WriterLock(str(path / "lock"))
+    lock.remove()
+    assert files.is_locked(str(path / "lock"))
+    other.remove()
+    assert listing(path) == []
 
 
 # -- resume --------------------------------------------------------------------------------------
