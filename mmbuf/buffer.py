@@ -28,7 +28,7 @@ from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, MmbufError, WriteError
-from mmbuf.index import Contents, TrajectoryIndex
+from mmbuf.index import Contents, TrajectoryIndex, check_is_no_checkpoint
 from mmbuf.notebook import Shown
 from mmbuf.places import Slot
 from mmbuf.sampling import Sampler
@@ -134,6 +134,7 @@ class TrajectoryReplayBuffer:
             )
         _let_go_of_dropped()
         files.make_directory(directory)
+        check_is_no_checkpoint(directory)
         self._lock = files.WriterLock(files.join(directory, files.WRITER_LOCK))
         try:
             with vm.uncollected():

@@ -347,6 +347,21 @@ def read(directory: str) -> tuple[Contents, int]:
     return contents, 0
 
 
+def check_is_no_checkpoint(directory: str) -> None:
+    """FileExistsError for a checkpoint, which is no store to be written.
+
+    To be asked before a writer leaves anything there, its lock's file too: by that a store is told
+    whose journal is missing.
+    """
+    if files.exists(files.join(directory, INDEX)) and not files.exists(
+        files.join(directory, JOURNAL)
+    ):
+        raise FileExistsError(
+            f"{directory}: expected a live store or an empty directory, got a checkpoint. "
+            f"Use load_checkpoint, or another auto_save_path."
+        )
+
+
 class TrajectoryIndex:
     """The index of a store that this process writes. For one thread at a time.
 
@@ -373,15 +388,11 @@ class TrajectoryIndex:
         self._size_of = size_of
         self._lock = lock
         self._boot_id = files.boot_id()
+        check_is_no_checkpoint(directory)
         files.remove_temporaries(directory)
         journal = self._journal = files.join(directory, JOURNAL)
         if files.exists(journal):
             self.contents, valid = read(directory)
-        elif files.exists(files.join(directory, INDEX)):
-            raise FileExistsError(
-                f"{directory}: expected a live store or an empty directory, got a checkpoint. "
-                f"Use load_checkpoint, or another auto_save_path."
-            )
         else:
             self.contents, valid = Contents(), 0
         is_new = not files.exists(journal)

@@ -366,6 +366,22 @@ def test_a_directory_of_other_programs_keeps_their_temporaries(
     (path / ".notes.tmp").unlink()  # the check for leaks takes it for ours
 
 
+def test_a_checkpoint_that_is_mistaken_for_a_store_stays_as_it_is(live: Path, path: Path) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0, 1)
+        buffer.save_checkpoint(path)
+    temporary = Path(files.temporary(str(path / "trajectory_2_.arrow")))
+    temporary.write_bytes(b"half")
+    before = listing(path)
+    with pytest.raises(FileExistsError, match=r"expected a live store .*, got a checkpoint\."):
+        made(path)
+    assert listing(path) == before
+    temporary.unlink()
+    assert health.verify(path) == []
+    assert not health.repair(path).has_changes
+    assert listing(path) == files_of("arrow", 0, 1)
+
+
 def test_an_empty_path_is_refused_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
