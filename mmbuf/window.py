@@ -582,12 +582,14 @@ class Window:
         return files.join(self._directories[key], file) if file else ""
 
     def files_in(self, directory: str) -> set[str]:
-        """Names of the files of this directory that are read when their rows are drawn."""
-        return {
-            self.entries[key].file
-            for key, other in list(self._directories.items())
-            if other == directory and key in self.entries
-        }
+        """Names of the files of this directory that are read when their rows are drawn.
+
+        It may be known here by another name, as a link that leads to it.
+        """
+        found = list(self._directories.items())
+        same = {d for d in {d for _, d in found} if d == directory or files.is_same(d, directory)}
+        entries = [self.entries.get(key) for key, other in found if other in same]
+        return {entry.file for entry in entries if entry is not None}
 
     def get_stats(self) -> dict[str, Any]:
         """Counts of the list, the window, the cache and the sampling.

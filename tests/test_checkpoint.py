@@ -1926,6 +1926,32 @@ def test_a_buffer_that_converts_where_it_loaded_from_keeps_its_rows(
     save_where_it_was_loaded_from(path, form, other)
 
 
+@pytest.mark.parametrize("name", ["step_1", "latest"])
+def test_files_that_a_buffer_lists_stay_where_it_saves_by_another_name_of_their_directory(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "step_1"
+    (tmp_path / "latest").symlink_to("step_1")
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, *range(6))
+        buffer.save_checkpoint(path)
+    with loaded(tmp_path / name, sample_window_size=3) as buffer:
+        buffer.save_checkpoint(path)
+        assert held(buffer) == same(*range(6))
+    assert held_in(path) == same(3, 4, 5)
+
+
+def test_what_a_buffer_uses_in_a_directory_is_told_while_trajectories_go(path: Path) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0, 1)
+        buffer.save_checkpoint(path)
+    with loaded(path) as buffer:
+        window = buffer._window
+        assert window.files_in(str(path)) == {"trajectory_0_.arrow", "trajectory_1_.arrow"}
+        del window.entries[0]  # by another thread, in the middle of it
+        assert window.files_in(str(path)) == {"trajectory_1_.arrow"}
+
+
 # -- saved over while others are on it ------------------------------------------------------------
 
 
