@@ -69,8 +69,14 @@ class Format(Protocol):
         """The file of ``entry``, open for reading; CorruptError unless it is that one.
 
         What it says of itself is compared with the entry. ``is_checked`` spares that for a file
-        that was looked at before, since none ever changes; but where the format `CAN_MAP` it is the
-        same trajectory's still, whatever may have taken its name.
+        that was looked at before, since none ever changes; but it is the same trajectory's still,
+        whatever may have taken its name.
+        """
+
+    def check_identity(self, path: str, entry: Entry, schema: Schema) -> None:
+        """CorruptError unless the file is that of the entry's trajectory; one small read.
+
+        But for files of RLinf's, which do not say whose they are: the more of these is read.
         """
 
     def load(

@@ -256,22 +256,94 @@ def test_a_name_without_an_id_has_the_id_0(file: Written, name: str) -> None:
     assert file.adapter.describe(file.path, name)[0].trajectory_id == 0
 
 
-def test_the_uuid_of_a_file_is_that_of_its_bytes(adapter: Any, tmp_path: Path) -> None:
+def test_the_uuid_of_a_file_of_rlinf_is_that_of_its_bytes(adapter: Any, tmp_path: Path) -> None:
     def uuid_of(name: str, change: float) -> str:
         fields = {"rewards": torch.zeros(200, 50), "actions": torch.zeros(200, 50, 4)}
         fields["actions"][100, 25, 2] = change
-        path = tmp_path / name
+        path = tmp_path / f"{name}{adapter.EXTENSION}"
         if not path.exists():
-            write(adapter, path, fields)
+            dump(path, fields)
         uuid: str = adapter.describe(str(path), name)[0].uuid
         return uuid
 
-    (tmp_path / "copy").write_bytes(
-        Path(write(adapter, tmp_path / "a", trajectory(1)).path).read_bytes()
-    )
+    path = dump(tmp_path / f"a{adapter.EXTENSION}", trajectory(1))
+    (tmp_path / f"copy{adapter.EXTENSION}").write_bytes(Path(path).read_bytes())
     assert uuid_of("a", 0) == uuid_of("copy", 0)
     assert len({uuid_of("a", 0), uuid_of("b", 0), uuid_of("c", 1), uuid_of("d", 2)}) == 4
     assert all(len(uuid_of(name, 0)) == 32 for name in "ab")
+
+
+def test_a_file_of_ours_says_whose_it_is(file: Written) -> None:
+    assert file.adapter.describe(file.path, "a")[0].uuid == UUID
+    assert Path(file.path).read_bytes().endswith(b"mmbuf 0123456789abcdef0123456789abcdef")
+
+
+OTHER = "f" * 32
+
+
+def refused_as_anothers(adapter: Any, path: str, entry: Entry, schema: Schema, found: str) -> None:
+    """Whatever is done with the file of ``entry`` tells of ``found`` instead."""
+    match = f"expected trajectory {entry.uuid}, got another one: {found}"
+    for is_checked in (False, True):
+        with (
+            pytest.raises(CorruptError, match=match),
+            adapter.opened(path, entry, schema, is_checked=is_checked),
+        ):
+            pass
+    with pytest.raises(CorruptError, match=match):
+        adapter.load(path, entry, schema, can_map=True)
+    with pytest.raises(CorruptError, match=match):
+        adapter.verify(path, entry, schema)
+    with pytest.raises(CorruptError, match=match):
+        adapter.check_identity(path, entry, schema)
+
+
+def test_another_trajectory_of_the_same_size_and_shape_is_refused(file: Written) -> None:
+    file.adapter.check_identity(file.path, file.entry, file.schema)
+    entry = dataclasses.replace(file.entry, uuid=OTHER)
+    refused_as_anothers(file.adapter, file.path, entry, file.schema, UUID)
+
+
+@pytest.mark.parametrize("has_crcs", [True, False])
+def test_a_file_of_rlinf_that_another_has_taken_the_place_of_is_refused(
+    adapter: Any, tmp_path: Path, has_crcs: bool
+) -> None:
+    torch.serialization.set_crc32_options(has_crcs)
+    try:
+        path = dump(tmp_path / f"a{adapter.EXTENSION}", {"rewards": torch.zeros(3, 2)})
+        entry, schema, _ = adapter.describe(path, "a")
+        adapter.check_identity(path, entry, schema)
+        adapter.verify(path, entry, schema)
+        dump(tmp_path / f"a{adapter.EXTENSION}", {"rewards": torch.ones(3, 2)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    other = adapter.describe(path, "a")[0]
+    assert other.size_bytes == entry.size_bytes
+    refused_as_anothers(adapter, path, entry, schema, other.uuid)
+
+
+def test_files_that_we_wrote_before_they_had_marks_are_read(adapter: Any, tmp_path: Path) -> None:
+    path = dump(tmp_path / f"a{adapter.EXTENSION}", {"rewards": torch.ones(3, 2)})
+    entry, schema, _ = adapter.describe(path, "a")
+    for uuid in (UUID, "0123456789ab4def0123456789abcdef"):
+        (rows,) = adapter.load(path, dataclasses.replace(entry, uuid=uuid), schema, can_map=True)
+        assert rows.tolist() == [1.0] * 6
+
+
+def test_a_file_that_takes_the_name_while_torch_opens_it_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(pt, tmp_path / "a.pt", {"rewards": torch.zeros(3, 2)})
+    write(pt, tmp_path / "b.pt", {"rewards": torch.ones(3, 2)})
+    real = torch.load
+
+    def load(path: Any, **options: Any) -> Any:
+        os.replace(tmp_path / "b.pt", tmp_path / "a.pt")
+        return real(path, **options)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(FileNotFoundError, match="another file has taken its name"):
+        file.load()
 
 
 def test_archives_without_crcs_have_uuids_of_their_own(tmp_path: Path) -> None:
@@ -591,7 +663,8 @@ def test_a_file_cut_anywhere_is_corrupt(adapter: Any, tmp_path: Path) -> None:
     file = write(adapter, tmp_path / "a", trajectory(1))
     data = Path(file.path).read_bytes()
     generator = np.random.default_rng(0)
-    for size in [*range(12), *generator.integers(12, len(data), 60).tolist()]:
+    end = len(data) - len(nested.mark_of(file.entry))  # whoever lacks some of that has all rows
+    for size in [*range(12), *generator.integers(12, end, 60).tolist()]:
         Path(file.path).write_bytes(data[:size])
         with pytest.raises(CorruptError) as error:
             adapter.describe(file.path, "a")

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -2894,3 +2895,56 @@ def test_rlinf_loads_our_checkpoints_and_stores(tmp_path: Path) -> None:
             found = dict(flat(rows[i]))
             assert sorted(found) == sorted(rlinf_rows(i))
             assert is_equal({key: found[key] for key in rlinf_rows(i)}, rlinf_rows(i))
+
+
+# -- others that have taken the names of files ---------------------------------------------------
+
+
+@by_format
+def test_a_checkpoint_that_is_removed_and_saved_anew_never_gives_rows_under_an_old_id(
+    path: Path, form: str
+) -> None:
+    checkpoint_of(path, 0, 1, 2, form=form)
+    with loaded(path) as buffer, ReplayReader(path, follow=False) as reader:
+        shutil.rmtree(path)
+        checkpoint_of(path, 7, 8, 9, form=form)
+        for source in (buffer, reader):
+            with pytest.raises(CorruptError, match=r"trajectory_0_\.|uuid"):
+                source.get_trajectory(0)
+            with pytest.raises(CorruptError):
+                source.sample(50)
+    assert held_in(path) == {0: 7, 1: 8, 2: 9}
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl"])
+def test_what_rlinf_saves_over_its_own_directory_is_not_read_as_what_was_there(
+    tmp_path: Path, form: str
+) -> None:
+    directory = rlinf_directory(tmp_path / "rlinf", form, 0, 1)
+    with loaded(directory) as buffer, ReplayReader(directory) as reader:
+        assert held(buffer) == held(reader) == {0: 0, 1: 1}
+        rlinf_directory(directory, form, 7, 8)
+        for source in (buffer, reader):
+            with pytest.raises(CorruptError, match="got another one"):
+                source.get_trajectory(0)
+    assert held_in(directory) == {0: 7, 1: 8}
+
+
+def rlinf_directory(directory: Path, form: str, *numbers: int) -> Path:
+    """What RLinf saves of these trajectories, under the same names each time."""
+    directory.mkdir(exist_ok=True)
+    index = {}
+    for i, number in enumerate(numbers):
+        fields = trajectory(number)
+        with open(directory / f"trajectory_{i}_w.{form}", "wb") as file:
+            if form == "pt":
+                torch.save(fields, file)
+            else:
+                pickle.dump(fields, file, protocol=4)
+        facts = [N, i, 0, list(fields["rewards"].shape), "w"]
+        index[i] = dict(zip(RLINF_KEYS, facts, strict=True))
+    listed = {"trajectory_index": index, "trajectory_id_list": list(index)}
+    (directory / "trajectory_index.json").write_text(json.dumps(listed))
+    metadata = {"trajectory_format": form, "trajectory_counter": len(numbers), "seed": 1}
+    (directory / "metadata.json").write_text(json.dumps(metadata))
+    return directory

@@ -4,8 +4,10 @@ The dict is what RLinf's files hold: ``max_episode_length`` (int), ``model_weigh
 the columns under the keys of their paths: CPU tensors ``[T, B, ...]`` (``[T + E, B, ...]`` where
 steps are left out of the rows), text as list[T] of list[B] of str.
 
-Such a file says nothing of where its rows lie and has no identity of its own. All parts of its
-entry are at byte 0, and its uuid is derived from its bytes: equal files are the same trajectory.
+Such a file says nothing of where its rows lie: all parts of its entry are at byte 0. Behind what
+torch and pickle read, ours end in a mark that says the uuid of their trajectory. Those of RLinf
+have no identity of their own: there the uuid is derived from the bytes, so that equal files are the
+same trajectory.
 """
 
 from __future__ import annotations
@@ -13,19 +15,23 @@ from __future__ import annotations
 import errno
 import pickle
 import re
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from uuid import NAMESPACE_OID, uuid5
 
 import numpy as np
 import torch
 
-from mmbuf.entry import Entry, Part
+from mmbuf import files
+from mmbuf.entry import Entry, Part, checked_uuid
 from mmbuf.errors import CorruptError, SchemaError
 from mmbuf.schema import Array, Column, Payload, Schema, TextTable, interleave, measure
 
 _ID_IN_NAME = re.compile(r"trajectory_([0-9]+)_")
+_MARK = b"mmbuf "
+_MARK_BYTES = len(_MARK) + 32
+_DERIVED = "5"  # the version among the digits of a uuid that was made of a file's bytes
 
 
 class Content(NamedTuple):
@@ -60,6 +66,45 @@ def to_dict(
     }
 
 
+def mark_of(entry: Entry) -> bytes:
+    """What a file of ours ends in."""
+    return _MARK + entry.uuid.encode()
+
+
+def uuid_of(fd: int, format_: str, digest: Callable[[], str]) -> str:
+    """The uuid of an open file's trajectory. ``digest()`` is that of the file's bytes."""
+    return _marked(fd) or _derived(fd, format_, digest)
+
+
+def check_identity(
+    path: str, fd: int, entry: Entry, format_: str, digest: Callable[[], str]
+) -> None:
+    """CorruptError unless the open file is that of the entry's trajectory. As `uuid_of`.
+
+    Those of ours from before there were marks do not say whose they are.
+    """
+    found = _marked(fd)
+    if found is None and entry.uuid[12] == _DERIVED:
+        found = _derived(fd, format_, digest)
+    if found not in (None, entry.uuid):
+        raise CorruptError(path, f"expected trajectory {entry.uuid}, got another one: {found}.")
+
+
+def _marked(fd: int) -> str | None:
+    """The uuid at the end of a file of ours; None for others'."""
+    end = files.read_at(fd, _MARK_BYTES, max(0, files.length(fd) - _MARK_BYTES))
+    if not end.startswith(_MARK):
+        return None
+    try:
+        return checked_uuid(end[len(_MARK) :].decode())
+    except ValueError:
+        return None
+
+
+def _derived(fd: int, format_: str, digest: Callable[[], str]) -> str:
+    return uuid5(NAMESPACE_OID, f"{format_} {files.length(fd)} {digest()}").hex
+
+
 def parts(rows: Sequence[Array]) -> tuple[Part, ...]:
     return tuple(Part(0, len(column_rows)) for column_rows in rows)
 
@@ -89,17 +134,14 @@ def check_size(path: str, size_bytes: int, entry: Entry | None) -> None:
 
 
 def describe(
-    path: str, name: str, format_: str, content: Content, identity: str
+    path: str, name: str, format_: str, content: Content, uuid: str
 ) -> tuple[Entry, Schema, None]:
-    """Entry and schema of a file. Its id is the one in its name, as RLinf names them, else 0.
-
-    ``identity`` is a digest of the file's bytes.
-    """
+    """Entry and schema of a file. Its id is the one in its name, as RLinf names them, else 0."""
     with reading(path):
         payload = _measured(path, content, None)
     match = _ID_IN_NAME.match(name)
     entry = Entry(
-        uuid.uuid5(uuid.NAMESPACE_OID, f"{format_} {content.size_bytes} {identity}").hex,
+        uuid,
         int(match[1]) if match else 0,
         payload.shape,
         content.max_episode_length,

@@ -47,29 +47,34 @@ def write(
     """Write one trajectory to the new ``path``; as `storage.Format.write`."""
     with files.created_file(path) as file:
         _Pickler(file, _PROTOCOL).dump(nested.to_dict(entry, schema, rows, texts))
+        file.write(nested.mark_of(entry))  # who reads a pickle stops at its end
     size = files.size_of(path)
     return dataclasses.replace(entry, format=NAME, size_bytes=size, parts=nested.parts(rows))
 
 
 @contextmanager
 def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iterator[nested.Source]:
-    """The file of ``entry``; CorruptError unless it can be that one.
+    """The file of ``entry``; CorruptError unless it is that one.
 
     Checked every time: reading it costs more than that.
     """
-    yield nested.Source(path, _content(path, files.read(path), entry), entry, schema)
+    yield nested.Source(path, _read(path, entry), entry, schema)
 
 
 def load(path: str, entry: Entry, schema: Schema, *, can_map: bool) -> list[Array | list[str]]:
     """All rows of each column, left-out ones too, in memory of their own; text as strings."""
-    return nested.Source(path, _content(path, files.read(path), entry), entry, schema).all_rows()
+    return nested.Source(path, _read(path, entry), entry, schema).all_rows()
 
 
 def describe(path: str, name: str) -> tuple[Entry, Schema, None]:
-    """What a file says of itself; there are no CRCs of columns. The uuid comes from all bytes."""
-    data = files.read(path)
-    identity = hashlib.sha256(data).hexdigest()
-    return nested.describe(path, name, NAME, _content(path, data, None), identity)
+    """What a file says of itself; there are no CRCs of columns.
+
+    The uuid of a file of RLinf's comes from all bytes.
+    """
+    with files.opened(path) as fd:
+        data = files.read_at(fd, files.length(fd), 0)
+        uuid = nested.uuid_of(fd, NAME, lambda: _digest(data))
+    return nested.describe(path, name, NAME, _content(path, data), uuid)
 
 
 def verify(path: str, entry: Entry, schema: Schema) -> None:
@@ -77,8 +82,27 @@ def verify(path: str, entry: Entry, schema: Schema) -> None:
     load(path, entry, schema, can_map=False)
 
 
-def _content(path: str, data: bytes, entry: Entry | None) -> nested.Content:
-    nested.check_size(path, len(data), entry)
+def check_identity(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless the file is that of the entry's trajectory; no row of ours is read."""
+    with files.opened(path) as fd:
+        nested.check_identity(
+            path, fd, entry, NAME, lambda: _digest(files.read_at(fd, files.length(fd), 0))
+        )
+
+
+def _read(path: str, entry: Entry) -> nested.Content:
+    with files.opened(path) as fd:
+        nested.check_size(path, files.length(fd), entry)
+        data = files.read_at(fd, entry.size_bytes, 0)
+        nested.check_identity(path, fd, entry, NAME, lambda: _digest(data))
+    return _content(path, data)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _content(path: str, data: bytes) -> nested.Content:
     with nested.reading(path):
         item = _unwrapped(_Unpickler(io.BytesIO(data), _ADMITTED).load())
         return nested.Content(*fields_of(item), len(data))

@@ -13,10 +13,11 @@ import hashlib
 import io
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,6 +34,7 @@ CAN_MAP = False
 IS_DIRECTORY = False
 
 _ZIP_MAGIC = b"PK\x03\x04"
+_LENGTH = struct.Struct("<H")
 
 
 def write(
@@ -41,13 +43,17 @@ def write(
     """Write one trajectory to the new ``path``; as `storage.Format.write`."""
     with files.created_file(path) as file:
         torch.save(nested.to_dict(entry, schema, rows, texts), file)
+        mark = nested.mark_of(entry)
+        # As the comment of the archive, whose length is the last that torch has written.
+        file.seek(-_LENGTH.size, io.SEEK_END)
+        file.write(_LENGTH.pack(len(mark)) + mark)
     size = files.size_of(path)
     return dataclasses.replace(entry, format=NAME, size_bytes=size, parts=nested.parts(rows))
 
 
 @contextmanager
 def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iterator[nested.Source]:
-    """The file of ``entry``; CorruptError unless it can be that one.
+    """The file of ``entry``; CorruptError unless it is that one.
 
     Checked every time: reading it costs more than that.
     """
@@ -62,13 +68,13 @@ def load(path: str, entry: Entry, schema: Schema, *, can_map: bool) -> list[Arra
 def describe(path: str, name: str) -> tuple[Entry, Schema, None]:
     """What a file says of itself; there are no CRCs of columns.
 
-    The uuid comes from the names, sizes and CRC-32s in the directory of the archive, so that the
-    rows are not read; from all bytes where there is no archive or no CRC.
+    The uuid of a file of RLinf's comes from the names, sizes and CRC-32s in the directory of the
+    archive, so that the rows are not read; from all bytes where there is no archive or no CRC.
     """
     content = _read(path, None)
-    with nested.reading(path):
-        identity = _identity(path)
-    return nested.describe(path, name, NAME, content, identity)
+    with files.opened_file(path) as file, nested.reading(path):
+        uuid = nested.uuid_of(file.fileno(), NAME, lambda: _digest(file))
+    return nested.describe(path, name, NAME, content, uuid)
 
 
 def verify(path: str, entry: Entry, schema: Schema) -> None:
@@ -86,6 +92,17 @@ def verify(path: str, entry: Entry, schema: Schema) -> None:
                 raise CorruptError(path, what)
 
 
+def check_identity(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless the file is that of the entry's trajectory; no row of ours is read."""
+    with files.opened_file(path) as file:
+        _check_identity(path, file, entry)
+
+
+def _check_identity(path: str, file: BinaryIO, entry: Entry) -> None:
+    with nested.reading(path):
+        nested.check_identity(path, file.fileno(), entry, NAME, lambda: _digest(file))
+
+
 def _read(path: str, entry: Entry | None) -> nested.Content:
     with files.opened_file(path) as file:
         size = files.length(file.fileno())
@@ -94,9 +111,14 @@ def _read(path: str, entry: Entry | None) -> nested.Content:
             is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
             if is_zip and any(record.compress_type for record in zipfile.ZipFile(file).filelist):
                 raise CorruptError(path, "expected records as they are, got compressed ones.")
-    with nested.reading(path):
-        item = _load_zip(path) if is_zip else _load_whole(path)
-        return nested.Content(*fields_of(item), size)
+        if entry is not None:
+            _check_identity(path, file, entry)
+        with nested.reading(path):
+            item = _load_zip(path) if is_zip else _load_whole(path, file)
+        if is_zip and not files.has_name(file.fileno(), path):  # torch opened it by that
+            raise FileNotFoundError(errno.ENOENT, "another file has taken its name", path)
+        with nested.reading(path):
+            return nested.Content(*fields_of(item), size)
 
 
 def _load_zip(path: str) -> Any:
@@ -110,11 +132,12 @@ def _load_zip(path: str) -> Any:
         raise
 
 
-def _load_whole(path: str) -> Any:
+def _load_whole(path: str, file: BinaryIO) -> Any:
     # From memory: torch would unpack a tar archive that has a name into a temporary directory.
-    file = io.BytesIO(files.read(path))
+    file.seek(0)
+    data = io.BytesIO(file.read())
     try:
-        return torch.load(file, weights_only=True, map_location="cpu")
+        return torch.load(data, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
 
@@ -126,10 +149,12 @@ def _refused(path: str, error: pickle.UnpicklingError) -> CorruptError:
     return CorruptError(path, f"expected what torch.load(weights_only=True) reads, got {what}.")
 
 
-def _identity(path: str) -> str:
-    with files.opened_file(path) as file:
-        if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
-            records = zipfile.ZipFile(file).filelist
-            if any(record.CRC for record in records):
-                return str([(record.filename, record.CRC, record.file_size) for record in records])
-    return hashlib.sha256(files.read(path)).hexdigest()
+def _digest(file: BinaryIO) -> str:
+    """Of the bytes of an open file."""
+    file.seek(0)
+    if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
+        records = zipfile.ZipFile(file).filelist
+        if any(record.CRC for record in records):
+            return str([(record.filename, record.CRC, record.file_size) for record in records])
+    file.seek(0)
+    return hashlib.sha256(file.read()).hexdigest()

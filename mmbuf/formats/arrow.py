@@ -116,6 +116,12 @@ def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iter
         yield source
 
 
+def check_identity(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless the file is that of the entry's trajectory; reads its first bytes."""
+    with files.opened(path) as fd:
+        Source(fd, path, entry, schema).check_identity()
+
+
 class Source:
     """One file, open for reading. Its columns can be mapped."""
 

@@ -93,6 +93,12 @@ def opened(path: str, entry: Entry, schema: Schema, *, is_checked: bool) -> Iter
         yield source
 
 
+def check_identity(path: str, entry: Entry, schema: Schema) -> None:
+    """CorruptError unless the directory is that of the entry's trajectory; one file is opened."""
+    with files.opened_directory(path) as directory, ExitStack() as stack:
+        Source(directory, path, entry, schema, stack).check_identity()
+
+
 class Source:
     """One directory, open. Its columns can be mapped; at most two of its files are open at once.
 
