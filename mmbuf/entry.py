@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from mmbuf.arguments import number, text, whole
 
@@ -33,6 +34,7 @@ MAX_NUMBER = 1 << 62  # of bytes, ids and lengths
 MAX_ROWS = 1 << 40  # so that the row numbers of millions of trajectories fit in int64
 _MAX_TIME_S = 1e11  # since the epoch, which every calendar can show
 _MAX_NAME_BYTES = 255  # of file systems
+_APART = 12  # digits of a uuid, in which trajectories of one file's bytes differ
 
 
 def parts_from_json(parts: Any) -> tuple[Part, ...]:
@@ -54,6 +56,16 @@ def checked_uuid(uuid: Any) -> str:
     if type(uuid) is not str or len(uuid) != 32 or not (uuid.isascii() and uuid.isalnum()):
         raise ValueError(f"expected a uuid of 32 digits, got {uuid!r}")
     return uuid
+
+
+def told_apart(uuid: str) -> str:
+    """A new uuid, for one more trajectory whose file has the bytes of that of another."""
+    return uuid4().hex[:_APART] + uuid[_APART:]
+
+
+def is_of_same_bytes(uuid: str, other: str) -> bool:
+    """Whether both are one uuid, or told apart from one."""
+    return uuid[_APART:] == other[_APART:]
 
 
 def _checked_file(file: str) -> str:
@@ -123,7 +135,7 @@ class Entry:
     @property
     def uuid_mark(self) -> int:
         """The first 12 digits of the uuid as a number that fits in int64."""
-        return int(self.uuid[:12], 36)
+        return int(self.uuid[:_APART], 36)
 
     @property
     def num_steps(self) -> int:

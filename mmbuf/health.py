@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mmbuf import arguments, checkpoint, files, index, storage
-from mmbuf.entry import Entry
+from mmbuf.entry import Entry, told_apart
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.index import Contents
 from mmbuf.salvage import Salvage, salvage
@@ -321,7 +320,7 @@ class _Plan:
                     places[name] = by_file[name]
                 elif entry.uuid in holders or i is not None:
                     # Only its bytes are those of another.
-                    entry = dataclasses.replace(entry, uuid=uuid.uuid4().hex)
+                    entry = dataclasses.replace(entry, uuid=told_apart(entry.uuid))
             elif entry.uuid in holders:
                 report.quarantined[name] = f"the same trajectory as {holders[entry.uuid]}."
                 del whole[name]

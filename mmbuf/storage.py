@@ -76,7 +76,7 @@ class Format(Protocol):
     def check_identity(self, path: str, entry: Entry, schema: Schema) -> None:
         """CorruptError unless the file is that of the entry's trajectory; one small read.
 
-        But for files of RLinf's, which do not say whose they are: the more of these is read.
+        Of files of RLinf's, which do not say whose they are, it may be more than that.
         """
 
     def load(

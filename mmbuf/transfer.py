@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from mmbuf import arguments, checkpoint, files, storage
-from mmbuf.entry import Entry
+from mmbuf.entry import Entry, told_apart
 from mmbuf.errors import SchemaError
 from mmbuf.index import Contents
 from mmbuf.schema import Schema
@@ -270,7 +269,7 @@ def _told_apart(entries: Iterable[Entry]) -> Iterator[Entry]:
     uuids = {entry.uuid for entry in entries if _has_own_uuid(entry)}
     for entry in entries:
         if not _has_own_uuid(entry) and entry.uuid in uuids:
-            entry = dataclasses.replace(entry, uuid=uuid.uuid4().hex)
+            entry = dataclasses.replace(entry, uuid=told_apart(entry.uuid))
         uuids.add(entry.uuid)
         yield entry
 

@@ -6,8 +6,8 @@ steps are left out of the rows), text as list[T] of list[B] of str.
 
 Such a file says nothing of where its rows lie: all parts of its entry are at byte 0. Behind what
 torch and pickle read, ours end in a mark that says the uuid of their trajectory. Those of RLinf
-have no identity of their own: there the uuid is derived from the bytes, so that equal files are the
-same trajectory.
+have no identity of their own: there the uuid is derived from the bytes. Equal files are the same
+trajectory, or have uuids that were told apart (`entry.told_apart`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from mmbuf import files
-from mmbuf.entry import Entry, Part, checked_uuid
+from mmbuf.entry import Entry, Part, checked_uuid, is_of_same_bytes
 from mmbuf.errors import CorruptError, SchemaError
 from mmbuf.schema import Array, Column, Payload, Schema, TextTable, interleave, measure
 
@@ -86,7 +86,7 @@ def check_identity(
     found = _marked(fd)
     if found is None and entry.uuid[12] == _DERIVED:
         found = _derived(fd, format_, digest)
-    if found not in (None, entry.uuid):
+    if found is not None and not is_of_same_bytes(found, entry.uuid):
         raise CorruptError(path, f"expected trajectory {entry.uuid}, got another one: {found}.")
 
 

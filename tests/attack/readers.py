@@ -323,7 +323,10 @@ class Sitter(_Reading):
         self._next_own += len(rows.IMAGES)
         item = rows.content(self._next_own + schema)
         counter = memory.trajectory_counter
+        # Where all had gone, an error of before may be looked at when there is something again.
+        self.num_changes["memory"] += not ids
         ended = self.do("add", lambda: memory.add_trajectories([item]))
+        self.num_changes["memory"] += not ids
         rows.spoil(item)
         now = memory.trajectory_ids
         is_there = counter in now
