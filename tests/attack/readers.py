@@ -319,7 +319,10 @@ class Sitter(_Reading):
         ids = memory.trajectory_ids
         schema = 0
         if ids:
-            schema = rows.schema_of(rows.serial_of(memory.get_trajectory(ids[-1])))
+            try:
+                schema = rows.schema_of(rows.serial_of(memory.get_trajectory(ids[-1])))
+            except KeyError:  # gone meanwhile
+                return
         self._next_own += len(rows.IMAGES)
         item = rows.content(self._next_own + schema)
         counter = memory.trajectory_counter
