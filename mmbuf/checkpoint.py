@@ -28,7 +28,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -240,11 +240,7 @@ def _take_back_unfinished(directory: str, listed: set[str], in_use: Collection[s
     path = files.join(directory, SAVING)
     if not files.exists(path):
         return set()
-    try:
-        names = {str(name) for name in json.loads(files.read(path))}
-    except (CorruptError, ValueError, TypeError, RecursionError):
-        names = set()
-    unlisted = names.intersection(files.names_in(directory)) - listed
+    unlisted = index.names_listed_in(path).intersection(files.names_in(directory)) - listed
     for name in unlisted.difference(in_use):
         files.remove(files.join(directory, name))
     left = unlisted.intersection(in_use)
@@ -494,24 +490,32 @@ def brought_in(
 
     Nothing there is written over, and no name is used again that another file had: the store has
     given the ids below ``used_below``. What was brought is taken back if that fails, or if the
-    block does so by a WriteError: the journal does not speak of it then.
+    block does so by a WriteError or is cancelled: the journal does not speak of it then. Until the
+    end of the block it is in a list, by which the next writer does so after a killed process.
     """
     here = set(files.names_in(directory))
     brought = Contents()
     brought.schema = contents.schema
+    new: list[tuple[str, str]] = []  # where each is, and its name in the store
+    for entry in contents.entries.values():
+        shield.check()
+        origin = files.join(source, entry.file)
+        file = entry.file
+        if not files.is_same(origin, files.join(directory, file)):
+            file = _free_name(_stem(entry, used_below), entry, entry.format, here)
+            here.add(file)
+            new.append((origin, file))
+        brought.add(dataclasses.replace(entry, file=file))
     made: list[str] = []
     try:
-        for entry in contents.entries.values():
+        if new:
+            names = [file for _, file in new]
+            files.replace(files.join(directory, index.LOADING), [json.dumps(names).encode()])
+        for origin, file in new:
             shield.check()
-            origin = files.join(source, entry.file)
-            file = entry.file
-            if not files.is_same(origin, files.join(directory, file)):
-                file = _free_name(_stem(entry, used_below), entry, entry.format, here)
-                here.add(file)
-                target = files.join(directory, file)
-                files.link_or_copy(origin, target)
-                made.append(target)
-            brought.add(dataclasses.replace(entry, file=file))
+            target = files.join(directory, file)
+            files.link_or_copy(origin, target)
+            made.append(target)
         # Not before all are here: a save may take them away from there. The journal's line may
         # survive a power loss at once, and takes all others away.
         for entry in brought.entries.values():
@@ -519,16 +523,19 @@ def brought_in(
             files.sync_whole(files.join(directory, entry.file))
         files.sync(directory)  # for the same reason: the names
     except BaseException:
-        _take_back(made)
+        _take_back(directory, made)
         raise
     brought.count_from(contents.trajectory_counter, contents.id_step)
     try:
         yield brought
-    except WriteError:
-        _take_back(made)
+    except (WriteError, shield.CancelledError):  # the call of the writer has not begun, or failed
+        _take_back(directory, made)
         raise
+    with suppress(OSError):  # the load holds; the next writer finds its files in the journal
+        files.unlink(files.join(directory, index.LOADING))
 
 
-def _take_back(made: list[str]) -> None:
+def _take_back(directory: str, made: list[str]) -> None:
     for path in made:
         files.remove(path)
+    files.unlink(files.join(directory, index.LOADING))

@@ -146,7 +146,7 @@ def _remarks(directory: str, found: Salvage, unlisted: set[str]) -> list[Finding
     def remark(name: str, what: str) -> None:
         remarks.append(Finding(files.join(directory, name), what, False))
 
-    unfinished = _unfinished(directory)
+    unfinished = _unfinished(directory, found.is_live)
     try:
         is_written = _is_locked(files.join(directory, files.WRITER_LOCK))
     except CorruptError as error:
@@ -158,7 +158,10 @@ def _remarks(directory: str, found: Salvage, unlisted: set[str]) -> list[Finding
         elif not is_written:
             remark(name, "of a trajectory that was dropped; the next writer removes it.")
     for name in sorted(unlisted & unfinished):
-        remark(name, "of an earlier or an unfinished save; the next one removes it.")
+        if not found.is_live:
+            remark(name, "of an earlier or an unfinished save; the next one removes it.")
+        elif not is_written:
+            remark(name, "of an unfinished load; the next writer removes it.")
     if not is_written:
         for name in sorted(files.temporaries_in(directory)):
             remark(name, "left half written; the next writer removes it.")
@@ -247,9 +250,9 @@ class _Plan:
         old = self._old
         listed = {entry.file: entry for entry in old.entries}
         hints = {entry.file: entry for entry in old.hints}
-        # What a save has left behind that did not come to its end belongs to no checkpoint. But
+        # What a save or load has left behind that did not come to its end belongs to nothing. But
         # where the index is damaged it may have come to its end.
-        unfinished = _unfinished(self._directory) - listed.keys()
+        unfinished = _unfinished(self._directory, old.is_live) - listed.keys()
         if old.is_truth_damaged:
             unfinished = set()
         names = [n for n in sorted(self._names - unfinished) if n in listed or _is_trajectory(n)]
@@ -542,13 +545,10 @@ def _compare_metadata(directory: str, found: Salvage) -> None:
         found.damage.append(CorruptError(path, f"expected what {index.INDEX} says, got another."))
 
 
-def _unfinished(directory: str) -> set[str]:
-    """Names that a save of a checkpoint has left which did not come to its end."""
-    path = files.join(directory, checkpoint.SAVING)
-    try:
-        return set(map(str, json.loads(files.read(path)))) if files.exists(path) else set()
-    except (CorruptError, ValueError, TypeError, RecursionError):
-        return set()
+def _unfinished(directory: str, is_live: bool) -> set[str]:
+    """Names that a save of a checkpoint, or a load into a store, has left without its end."""
+    name = index.LOADING if is_live else checkpoint.SAVING
+    return index.names_listed_in(files.join(directory, name))
 
 
 def _is_locked(path: str) -> bool:

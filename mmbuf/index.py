@@ -21,6 +21,9 @@ ignore it, a writer cuts it off before it appends. A bad line *before* a valid o
 A journal is appended to in place. One that has another name as well, in a copy of the store by hard
 links, is first made the writer's own: a copy takes its place, and the other name keeps what it had.
 
+``.loading.json`` lists the files that a load is about to bring; of one that did not come to its
+line of the journal the next writer removes them.
+
 ``trajectory_index.json`` and ``metadata.json`` are snapshots for people and for RLinf's tools,
 which read the same keys. A checkpoint has no journal: there ``trajectory_index.json`` is the truth,
 and ends as a line of the journal does, in the CRC-32 of the rest. Without its last key ``"crc"`` it
@@ -46,6 +49,7 @@ from mmbuf.schema import Schema
 JOURNAL = "journal.jsonl"
 INDEX = "trajectory_index.json"
 METADATA = "metadata.json"
+LOADING = ".loading.json"
 VERSION = 1
 
 _SHORT_LIST = 1000  # up to here snapshots are always current
@@ -347,6 +351,14 @@ def read(directory: str) -> tuple[Contents, int]:
     return contents, 0
 
 
+def names_listed_in(path: str) -> set[str]:
+    """The names in a list of files that somebody was at; none where no list can be read."""
+    try:
+        return set(map(str, json.loads(files.read(path)))) if files.exists(path) else set()
+    except (CorruptError, ValueError, TypeError, RecursionError):
+        return set()
+
+
 def check_is_no_checkpoint(directory: str) -> None:
     """FileExistsError for a checkpoint, which is no store to be written.
 
@@ -379,10 +391,11 @@ class TrajectoryIndex:
         """Open the store in ``directory`` (which exists), or begin one there.
 
         What a writer that died left behind is put right: temporaries, a torn tail, files that are
-        no longer listed, files that did not survive a power loss. Those have the right size but
-        not their bytes, as often as not: ``verify(path, entry, schema)`` raises CorruptError then.
-        It is asked once, about what was not synced when the machine was started anew.
-        ``size_of(path, entry)`` measures a trajectory's file. ``lock`` is what keeps others out.
+        no longer listed or never were, files that did not survive a power loss. Those have the
+        right size but not their bytes, as often as not: ``verify(path, entry, schema)`` raises
+        CorruptError then. It is asked once, about what was not synced when the machine was started
+        anew. ``size_of(path, entry)`` measures a trajectory's file. ``lock`` is what keeps others
+        out.
         """
         self.directory = directory
         self._size_of = size_of
@@ -413,6 +426,7 @@ class TrajectoryIndex:
                 self._cut()
                 self._drop_unsound(verify)
                 self.remove_dead_files()
+                self._take_back_unfinished_load()
         except BaseException:
             with suppress(OSError):
                 files.close(self._fd)
@@ -580,6 +594,16 @@ class TrajectoryIndex:
             self.drop(lost)
         if verify is not None and contents.unsynced:
             self.sync()  # so that this is not asked again
+
+    def _take_back_unfinished_load(self) -> None:
+        """Remove the files of a load that did not come to its line of the journal."""
+        path = files.join(self.directory, LOADING)
+        if files.exists(path):
+            listed = {entry.file for entry in self.contents.entries.values()}
+            here = set(files.names_in(self.directory))
+            for name in (names_listed_in(path) & here) - listed:
+                files.remove(files.join(self.directory, name))
+            files.remove(path)
 
     def _is_sound(self, entry: Entry, verify: Callable[[str, Entry, Schema], None] | None) -> bool:
         path = files.join(self.directory, entry.file)

@@ -15,6 +15,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import socket
 import stat
 import sys
@@ -1737,6 +1738,97 @@ def test_a_name_in_a_store_never_is_that_of_another_trajectory(tmp_path: Path, f
     # Those that had no id of the store's yet have RLinf's names.
     plain = [f"trajectory_{i}_.{form}" for i in (0, 1, 2, 3, 4, 5)]
     assert sorted(name for name in owners if name.count(".") == 1) == plain
+
+
+def test_a_load_that_is_interrupted_before_its_line_leaves_no_file_behind(
+    live: Path, path: Path
+) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0, 1)
+        buffer.save_checkpoint(path)
+    with made(live) as buffer:
+        add(buffer, 9)
+        buffer.flush()
+        before = listing(live)
+        writer, gate = buffer._writer, threading.Event()
+        assert writer is not None
+        load, seen = writer.load, []
+
+        def late(contents: Any) -> None:
+            """Its turn does not come before it is interrupted."""
+            writer._add_call(gate.wait, 20)
+            seen.append(".loading.json" in os.listdir(live))
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            load(contents)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "load", late)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.load_checkpoint(path)
+        gate.set()
+        assert seen == [True]
+        assert listing(live) == before
+        assert held(buffer) == {0: 9}
+        buffer.load_checkpoint(path)
+        assert ".loading.json" not in listing(live)
+    with made(live) as buffer:
+        assert held(buffer) == same(0, 1)
+
+
+def test_what_a_killed_load_has_brought_is_removed_and_not_taken_in(live: Path, path: Path) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 0, 1, 2)
+        buffer.save_checkpoint(path)
+    with made(live) as buffer:
+        add(buffer, 9)
+    before = listing(live)
+
+    def load_and_hang(parent: Parent) -> None:
+        buffer = made(live)
+        assert buffer._writer is not None
+        buffer._writer.load = lambda contents: (parent.send(listing(live)), time.sleep(60))
+        buffer.load_checkpoint(path)
+
+    with Child(load_and_hang) as child:
+        found = child.receive()
+        brought = sorted(set(found) - set(before) - {".loading.json"})
+        assert len(brought) == 3
+        assert ".loading.json" in found
+        assert health.verify(live) == []
+    remark = "of an unfinished load; the next writer removes it."
+    assert health.verify(live) == [
+        health.Finding(str(live / name), remark, False) for name in brought
+    ]
+    assert not health.repair(live).has_changes
+    assert listing(live) == found
+    with made(live) as buffer:
+        assert held(buffer) == {0: 9}
+        assert listing(live) == before
+    assert health.verify(live) == []
+
+
+def test_a_load_whose_list_is_still_there_keeps_its_files(live: Path, path: Path) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        add(buffer, 5)
+        buffer.save_checkpoint(path)
+    real = files.unlink
+
+    def unlink(name: str) -> None:
+        if name.endswith(".loading.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+        real(name)
+
+    with made(live) as buffer:
+        add(buffer, 9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "unlink", unlink)
+            buffer.load_checkpoint(path)
+        assert held(buffer) == {0: 5}
+    assert ".loading.json" in listing(live)
+    assert health.verify(live) == []
+    with made(live) as buffer:
+        assert held(buffer) == {0: 5}
+    assert ".loading.json" not in listing(live)
 
 
 def test_a_load_of_an_own_checkpoint_reuses_the_live_files(live: Path, path: Path) -> None:
