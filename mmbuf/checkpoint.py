@@ -496,7 +496,7 @@ def brought_in(
     here = set(files.names_in(directory))
     brought = Contents()
     brought.schema = contents.schema
-    new: list[tuple[str, str]] = []  # where each is, and its name in the store
+    new: list[tuple[Entry, str]] = []  # and its name in the store
     for entry in contents.entries.values():
         shield.check()
         origin = files.join(source, entry.file)
@@ -504,17 +504,18 @@ def brought_in(
         if not files.is_same(origin, files.join(directory, file)):
             file = _free_name(_stem(entry, used_below), entry, entry.format, here)
             here.add(file)
-            new.append((origin, file))
+            new.append((entry, file))
         brought.add(dataclasses.replace(entry, file=file))
     made: list[str] = []
     try:
         if new:
             names = [file for _, file in new]
             files.replace(files.join(directory, index.LOADING), [json.dumps(names).encode()])
-        for origin, file in new:
+        for entry, file in new:
             shield.check()
+            assert contents.schema is not None
             target = files.join(directory, file)
-            files.link_or_copy(origin, target)
+            storage.link(files.join(source, entry.file), entry, contents.schema, target)
             made.append(target)
         # Not before all are here: a save may take them away from there. The journal's line may
         # survive a power loss at once, and takes all others away.

@@ -6,6 +6,7 @@ or writes a trajectory's file asks it by the name that stands in the trajectory'
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -203,17 +204,40 @@ def write(
     return entry
 
 
+def link(source: str, entry: Entry, schema: Schema, target: str) -> None:
+    """Give the file ``source`` of ``entry`` the new name ``target`` as well; a copy at the worst.
+
+    FileNotFoundError, and nothing there, where another trajectory's has taken its name: it is gone.
+    """
+    files.link_or_copy(source, target)
+    try:
+        _check_identity(target, entry, schema, source)
+    except BaseException:
+        files.remove(target)
+        raise
+
+
+def _check_identity(path: str, entry: Entry, schema: Schema, name: str) -> None:
+    """FileNotFoundError, of ``name``, unless the file is that of the entry's trajectory."""
+    try:
+        FORMATS[entry.format].check_identity(path, entry, schema)
+    except CorruptError as error:
+        what = f"expected trajectory {entry.uuid}, got another one's file"
+        raise FileNotFoundError(errno.ENOENT, what, name) from error
+
+
 def copy(
     source: str, entry: Entry, schema: Schema, target: str, format_name: str, *, can_map: bool
 ) -> Entry:
     """Bring the file ``source`` of ``entry`` to ``target`` in a format; the entry of the new one.
 
     A hard link where the format is the same and the file system allows it. Else the source is
-    verified first: damage must not be given checksums of its own.
+    verified first: damage must not be given checksums of its own. FileNotFoundError as of `link`.
     """
     if entry.format == format_name:
-        files.link_or_copy(source, target)
+        link(source, entry, schema, target)
         return entry
+    _check_identity(source, entry, schema, source)
     verify(source, entry, schema)
     rows: list[Array] = []
     texts: dict[int, list[str]] = {}

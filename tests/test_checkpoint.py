@@ -3040,3 +3040,53 @@ def rlinf_directory(directory: Path, form: str, *numbers: int) -> Path:
     metadata = {"trajectory_format": form, "trajectory_counter": len(numbers), "seed": 1}
     (directory / "metadata.json").write_text(json.dumps(metadata))
     return directory
+
+
+@pytest.mark.parametrize("form", ["arrow", "npy"])
+@pytest.mark.parametrize("target_form", [None, "pt"])
+def test_a_memory_only_buffer_saves_its_own_rows_where_others_have_taken_the_names(
+    tmp_path: Path, path: Path, form: str, target_form: str | None
+) -> None:
+    checkpoint_of(path, 0, 1, 2, form=form)
+    with loaded(path) as buffer:
+        assert sampled(buffer) == {0, 1, 2}  # all are mapped
+        shutil.rmtree(path)
+        checkpoint_of(path, 7, 8, 9, form=form)
+        buffer.save_checkpoint(tmp_path / "saved", trajectory_format=target_form)
+    assert held_in(tmp_path / "saved") == same(0, 1, 2)
+
+
+@by_format
+def test_what_is_nowhere_any_more_is_not_saved_as_another_that_has_its_name(
+    tmp_path: Path, path: Path, form: str
+) -> None:
+    checkpoint_of(path, 0, 1, 2, form=form)
+    with loaded(path) as buffer:
+        shutil.rmtree(path)
+        checkpoint_of(path, 7, 8, 9, form=form)
+        with pytest.raises(WriteError, match=r"got another one's file: '.*trajectory_0_"):
+            buffer.save_checkpoint(tmp_path / "saved")
+    assert listing(tmp_path) == ["checkpoint"]
+
+
+@by_format
+def test_a_load_brings_in_what_its_index_lists_when_another_takes_its_place(
+    live: Path, tmp_path: Path, path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint_of(path, 0, 1, 2, form=form)
+    later = checkpoint_of(tmp_path / "later", 7, 8, 9, form=form)
+    link_or_copy = files.link_or_copy
+
+    def swapped(source: str, target: str) -> None:
+        if later.exists():
+            shutil.rmtree(path)
+            later.rename(path)
+        link_or_copy(source, target)
+
+    with made(live, form=form) as buffer:
+        monkeypatch.setattr(files, "link_or_copy", swapped)
+        buffer.load_checkpoint(path)
+        assert held(buffer) == {0: 7, 1: 8, 2: 9}
+        buffer.flush()
+        assert len(names_of(live, f".{form}")) == 3
+    assert held_in(live) == {0: 7, 1: 8, 2: 9}
