@@ -20,7 +20,7 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
@@ -269,9 +269,14 @@ class Watch:
         if fd >= 0:
             _close_after_reading(fd)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of a program the names of this module may be gone already.
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            try:
+                close(fd)
+            except OSError:
+                return
 
 
 def disk_bytes_of(path: str) -> int:

@@ -60,6 +60,16 @@ def test_a_script_that_ends_without_close_loses_nothing(tmp_path: Path) -> None:
     assert stored_ids(tmp_path) == list(range(50))
 
 
+def test_a_script_that_ends_without_closing_its_reader_says_nothing(tmp_path: Path) -> None:
+    script = """
+from mmbuf import ReplayReader
+buffer.close()
+reader = ReplayReader(path)
+print(reader.sample(1)["rewards"].tolist())
+"""
+    assert run_process(script, tmp_path) == "[[1.0]]\n"
+
+
 def test_a_buffer_can_be_closed_at_exit(tmp_path: Path) -> None:
     assert run_process("atexit.register(buffer.close)", tmp_path) == ""
     assert stored_ids(tmp_path) == list(range(50))
