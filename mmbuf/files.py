@@ -688,6 +688,32 @@ def blocks_of(fd: int, size: int) -> Iterator[bytes]:
 
 def replace(path: str, blocks: Iterable[bytes]) -> None:
     """Put a new file in the place of ``path``: after power loss the old one or the new one."""
+    name = _written(path, blocks)
+    try:
+        os.rename(name, path)
+    except OSError:
+        unlink(name)
+        raise
+
+
+def replaced(path: str, blocks: Iterable[bytes]) -> int:
+    """As `replace`; the new file, open for appending. What fails leaves the old one in place."""
+    name = _written(path, blocks)
+    fd = -1
+    try:
+        fd = open_for_append(name)
+        os.rename(name, path)
+    except BaseException:
+        if fd >= 0:
+            _close_after_reading(fd)
+        with suppress(OSError):
+            unlink(name)
+        raise
+    return fd
+
+
+def _written(path: str, blocks: Iterable[bytes]) -> str:
+    """A new file beside ``path``, on the disk itself."""
     name = temporary(path)
     with created(name) as fd:
         offset = 0
@@ -695,11 +721,7 @@ def replace(path: str, blocks: Iterable[bytes]) -> None:
             write_at(fd, block, offset)
             offset += len(block)
         os.fsync(fd)  # or the rename could survive without the bytes
-    try:
-        os.rename(name, path)
-    except OSError:
-        unlink(name)
-        raise
+    return name
 
 
 def sync_whole(path: str) -> None:

@@ -492,8 +492,7 @@ class TrajectoryIndex:
     def _make_own(self) -> None:
         """Put a copy in the place of a journal that has other names too."""
         if files.num_names(self._journal, self._identity) > 1:
-            files.replace(self._journal, files.blocks_of(self._fd, self._end))
-            fd = files.open_for_append(self._journal)
+            fd = files.replaced(self._journal, files.blocks_of(self._fd, self._end))
             former, self._fd = self._fd, fd
             self._identity, self._is_torn = files.identity(fd), False
             with suppress(OSError):

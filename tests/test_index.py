@@ -915,10 +915,30 @@ def test_a_journal_that_cannot_be_copied_is_not_appended_to(
     with opened(store) as writer:
         before = link_all(store, copy)
         with monkeypatch.context() as patch:
-            patch.setattr(files, "replace", refuse)
+            patch.setattr(files, "replaced", refuse)
             for _ in range(2):
                 with pytest.raises(OSError, match="No space left"):
                     writer.add(SCHEMA, entry(2))
+        assert contents_of(store) == contents_of(copy) == before
+        writer.add(SCHEMA, put_file(store, entry(2)))
+    assert contents_of(copy) == before
+    assert entries_of(store) == [entry(i) for i in range(3)]
+
+
+def test_a_journal_whose_copy_cannot_be_opened_once_stays_the_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copy = store_and_copy(tmp_path, 2)
+
+    def refuse(path: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    with opened(store) as writer:
+        before = link_all(store, copy)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "open_for_append", refuse)
+            with pytest.raises(OSError, match="Too many open files"):
+                writer.add(SCHEMA, entry(2))
         assert contents_of(store) == contents_of(copy) == before
         writer.add(SCHEMA, put_file(store, entry(2)))
     assert contents_of(copy) == before
