@@ -38,6 +38,9 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK
 _COPY_BYTES = 8 << 20
 _PATIENCE_S = 1.0  # with who holds a writer's lock for a moment only
 _MAX_CHANGES = 100  # of a lock's file while it is taken
+_MAX_HOLDER_BYTES = 1024  # that say who holds a lock
+# What JSON of any other form than ours may raise.
+_BAD_JSON = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a directory",
@@ -984,9 +987,10 @@ def is_locked(path: str) -> bool:
 def last_holder(path: str) -> tuple[int, str] | None:
     """Process id and host of who took the lock on ``path`` last; None if it does not say."""
     try:
-        holder = json.loads(read(path))
+        with opened(path) as fd:
+            holder = json.loads(read_at(fd, _MAX_HOLDER_BYTES, 0))
         return int(holder["pid"]), str(holder["host"])
-    except (CorruptError, OSError, ValueError, LookupError, TypeError, OverflowError):
+    except (CorruptError, OSError, *_BAD_JSON):
         return None
 
 

@@ -545,6 +545,14 @@ def test_a_holder_that_did_not_say_its_name_is_refused_all_the_same(
     lock.release()
 
 
+@pytest.mark.parametrize(
+    "said", ["[" * 200_000, '{"pid":' * 100_000, "9" * 10_000, '{"pid": 1e999, "host": ""}']
+)
+def test_a_lock_file_of_no_sense_names_no_holder(lock_path: str, said: str) -> None:
+    Path(lock_path).write_text(said)
+    assert files.last_holder(lock_path) is None
+
+
 def _try_to_lock(path: str, answers: Any) -> None:
     try:
         files.WriterLock(path).release()

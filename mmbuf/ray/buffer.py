@@ -550,7 +550,7 @@ def _read_state(path: str) -> tuple[list[str], dict[str, Any]]:
         state = json.loads(files.read(name))
         num_shards = int(state["num_shards"])
         rng_state = dict(state["rng_state"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CorruptError(name, f"expected what a RayReplayBuffer saves: {error!r}.") from error
     if len(ranks) < num_shards:
         raise CorruptError(
