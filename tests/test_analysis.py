@@ -450,6 +450,23 @@ def test_a_damaged_file_is_named_also_by_duckdb(tmp_path: Path) -> None:
         tables.connect().sql("select sum(rewards) from steps").fetchall()
 
 
+def test_tables_go_on_in_a_checkpoint_that_was_saved_over_in_another_format(
+    tmp_path: Path,
+) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([by_hand(), by_hand()])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        tables = Tables(tmp_path / "checkpoint")
+        before = tables.steps.to_arrow()
+        for form in ("npy", "pt", "pkl", "arrow"):
+            buffer.save_checkpoint(tmp_path / "checkpoint", form)
+            assert tables.steps.to_arrow() == before
+            assert tables.episodes.to_arrow().num_rows == 8
+        buffer.clear()
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    assert tables.steps.to_arrow().num_rows == 0
+
+
 def test_an_index_that_cannot_be_true_is_refused(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer() as buffer:
         buffer.add_trajectories([by_hand()])

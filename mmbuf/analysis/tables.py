@@ -212,23 +212,30 @@ class Tables:
     ) -> Iterator[_Read]:
         """As `read_each`, of some trajectories, with their numbers from 1."""
         for done, item in numbered:
-            _, entry, directory = item
-            assert self.schema is not None
-            try:
-                with ExitStack() as stack:
-                    found = read(TrajectoryRows(entry, directory, self.schema, stack))
-            except (FileNotFoundError, CorruptError):
-                if self._is_listed(item):
-                    raise
-            else:
-                yield found
+            yield from self._read_one(read, item)
             if self._on_progress is not None:
                 self._on_progress(done, len(self))
 
-    def _is_listed(self, item: Item) -> bool:
-        """Whether the stores have this trajectory now."""
+    def _read_one(self, read: Callable[[TrajectoryRows], _Read], item: Item | None) -> list[_Read]:
+        """What ``read`` gives of a trajectory, by the name it has now; nothing if it is gone."""
+        assert self.schema is not None
+        while item is not None:
+            _, entry, directory = item
+            try:
+                with ExitStack() as stack:
+                    return [read(TrajectoryRows(entry, directory, self.schema, stack))]
+            except (FileNotFoundError, CorruptError):
+                now = self._as_listed(item)
+                if now == item:
+                    raise
+                item = now
+        return []
+
+    def _as_listed(self, item: Item) -> Item | None:
+        """What the stores say of this trajectory now: a save may have given it another file."""
         key, entry, _ = item
-        return any(key == k and entry.uuid == e.uuid for k, e, _ in self._open()[1])
+        items = self._open()[1]
+        return next((now for now in items if now[0] == key and now[1].uuid == entry.uuid), None)
 
     def _identity(self, owners: Callable[[Episodes], Array]) -> dict[str, _Column]:
         """What all rows of a trajectory share; ``owners`` are the places of their trajectories."""
