@@ -345,6 +345,8 @@ LIES: dict[str, Callable[[Entry, Schema], tuple[Entry, Schema]]] = {
     "another width": lambda e, s: (dataclasses.replace(e, shape=(4, 3, 7)), s),
     "episodes": lambda e, s: (dataclasses.replace(e, max_episode_length=81), s),
     "weights": lambda e, s: (dataclasses.replace(e, model_weights_id="w"), s),
+    "fewer parts": lambda e, s: (dataclasses.replace(e, parts=e.parts[:-1]), s),
+    "more parts": lambda e, s: (dataclasses.replace(e, parts=(*e.parts, e.parts[-1])), s),
     "rows": lambda e, s: (dataclasses.replace(e, parts=_with_first_part(e, rows=13)), s),
     "offset": lambda e, s: (dataclasses.replace(e, parts=_with_first_part(e, offset=64)), s),
     "dtype": lambda e, s: (e, _with_first_column(s, dtype="int32")),

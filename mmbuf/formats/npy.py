@@ -134,6 +134,9 @@ class Source:
         Then none can be read beyond its end.
         """
         entry, path = self._entry, self._path
+        if len(entry.parts) != len(self._names):
+            what = f"expected {len(self._names)} columns in the index, got {len(entry.parts)}."
+            raise CorruptError(path, what)
         header = self._read_header()
         try:
             native.check_header(files.join(path, HEADER), entry, self._schema, header)
