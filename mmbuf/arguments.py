@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# Now, and not when it is first asked for: an interrupt within an import may leave its lock held.
+from numpy.random import SeedSequence
+
 _BOUND = 1 << 63  # of what NumPy counts in
 _MAX_SEED_BITS = 4096  # Python refuses to write much longer numbers out, as JSON has to
 _MAX_TOLD = 60  # characters of a value in a message
@@ -118,7 +121,7 @@ def seed(value: Any) -> int | list[int] | None:
 
 
 def _seed_of(value: Any, expected: str) -> int:
-    if isinstance(value, np.random.SeedSequence):
+    if isinstance(value, SeedSequence):
         raise TypeError(
             f"seed: expected {expected}, got a SeedSequence. Pass its generate_state(4)."
         )

@@ -499,9 +499,8 @@ def brought_in(
     new: list[tuple[Entry, str]] = []  # and its name in the store
     for entry in contents.entries.values():
         shield.check()
-        origin = files.join(source, entry.file)
         file = entry.file
-        if not files.is_same(origin, files.join(directory, file)):
+        if not files.is_same(files.join(source, file), files.join(directory, file)):
             file = _free_name(_stem(entry, used_below), entry, entry.format, here)
             here.add(file)
             new.append((entry, file))

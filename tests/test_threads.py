@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -356,6 +358,48 @@ def test_rows_are_right_while_all_is_replaced(
 @pytest.mark.parametrize("variant", REPLACING)
 def test_rows_are_right_while_all_is_replaced_for_long(tmp_path: Path, variant: str) -> None:
     check_replacing(tmp_path, 60, variant)
+
+
+IMPORTING = """
+import sys, threading
+import torch, mmbuf
+found = []
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is threading.main_thread():
+            found.append(name)
+sys.meta_path.insert(0, Finder())
+item = {"rewards": torch.ones(4, 2, 1), "task": [["a"] * 2] * 4}
+for form in ("arrow", "npy", "pt", "pkl"):
+    path = f"{sys.argv[1]}/{form}"
+    with mmbuf.TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=path, trajectory_format=form, cache_size=1
+    ) as buffer:
+        buffer.add_trajectories([item] * 3)
+        buffer.flush(sync=True)
+        for options in ({}, {"with_info": True}, {"as_numpy": True}):
+            buffer.sample(8, **options)
+        buffer.sample(8, sampler=mmbuf.sampling.Prioritized())
+        buffer.save_checkpoint(path + " saved")
+        buffer.load_checkpoint(path + " saved")
+        with mmbuf.ReplayReader(path) as reader:
+            reader.sample(8)
+            reader.get_trajectory(0)
+        buffer.clear()
+print(found)
+"""
+
+
+def test_nothing_is_imported_where_a_signal_handler_may_come(tmp_path: Path) -> None:
+    """An import that is interrupted may leave a lock held that all other imports wait for."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.parametrize("trajectory_format", ["arrow", "npy", "pt", "pkl"])
