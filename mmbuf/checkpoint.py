@@ -11,7 +11,8 @@ A name that a file had in a directory is never that of another trajectory there,
 somebody may still read by that name. A name made of the id alone is for ids that are new there.
 
 ``.saving.json`` lists what an unfinished save has put into an existing directory or was about to
-unlink there: the next one takes away what the index does not list.
+unlink there: the next one takes away what the index does not list. Until it is gone
+``metadata.json`` may be older than the index.
 
 Whoever changes an existing directory, by a save or a repair, holds ``.checkpoint.lock`` meanwhile.
 It is removed at the end; one that is left was a killed process's, and locks nobody out.
@@ -46,7 +47,7 @@ SAVING = ".saving.json"
 LOCK = ".checkpoint.lock"
 _KEPT = ("trajectory_format", "seed")
 _USED_BELOW = "names_used_below"
-_PATIENCE_S = 10.0  # with a directory that changes all the time
+PATIENCE_S = 10.0  # with a directory that changes all the time
 _LOCK_PATIENCE_S = 10.0  # with another who saves to the same directory
 _log = logging.getLogger("mmbuf")
 
@@ -179,9 +180,9 @@ def _save_into(
             here.add(file)
             new.append((dataclasses.replace(entry, file=file), format_name))
             saved.add(entry)  # in its order; completed below
-    if new or dropped:
-        names = [*(entry.file for entry, _ in new), *sorted(dropped)]
-        files.replace(files.join(directory, SAVING), [json.dumps(names).encode()])
+    # Where no file changes too: it also tells why metadata.json may be older than the index.
+    names = [*(entry.file for entry, _ in new), *sorted(dropped)]
+    files.replace(files.join(directory, SAVING), [json.dumps(names).encode()])
     for entry, format_name in new:
         saved.entries[entry.trajectory_id] = _placed(directory, entry, put, format_name, synced)
     _commit(directory, saved, contents, metadata)
@@ -422,18 +423,18 @@ def settled(directory: str, look: Callable[[], _T]) -> _T:
 
     What an index lists that was just replaced may be gone.
     """
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
-        before = _state_of(directory)
+        before = state_of(directory)
         try:
             return look()
         except (CorruptError, FileNotFoundError):
-            if _state_of(directory) == before or time.monotonic() > deadline:
+            if state_of(directory) == before or time.monotonic() > deadline:
                 raise
 
 
-def _state_of(directory: str) -> list[files.Signature | None]:
-    """What changes with every change of the index."""
+def state_of(directory: str) -> list[files.Signature | None]:
+    """What changes with every change of a directory's index."""
     states: list[files.Signature | None] = []
     for name in (index.JOURNAL, index.INDEX):
         try:

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -506,7 +507,21 @@ def _checked_directory(path: Directory) -> str:
 
 
 def _read(directory: str) -> Salvage:
-    """What the index says, and what is wrong with it; FileNotFoundError where there is no store."""
+    """What the index says, and what is wrong with it; FileNotFoundError where there is no store.
+
+    Again where a checkpoint was saved over meanwhile: its parts were of different saves then.
+    """
+    deadline = time.monotonic() + checkpoint.PATIENCE_S
+    while True:
+        before = checkpoint.state_of(directory)
+        found = _read_once(directory)
+        if not found.damage or found.is_live or checkpoint.state_of(directory) == before:
+            return found
+        if time.monotonic() > deadline:
+            return found
+
+
+def _read_once(directory: str) -> Salvage:
     damage: list[CorruptError] = []
     try:
         contents = checkpoint.read_rlinf(directory, damage)

@@ -2351,7 +2351,7 @@ def test_a_missing_file_of_a_checkpoint_that_changes_all_the_time_is_told_in_the
         real(directory, contents)
 
     monkeypatch.setattr(checkpoint, "check_files", check_files)
-    monkeypatch.setattr(checkpoint, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.1)
     with TrajectoryReplayBuffer() as buffer, pytest.raises(CorruptError, match="got none"):
         buffer.load_checkpoint(path)
 

@@ -1249,6 +1249,70 @@ def test_an_interrupted_repair_can_be_run_again(
     assert_repaired(path, {0: 0, 3: 3, 4: 3}, 5)
 
 
+class Killed(BaseException):
+    """What stops a save, in the place of a signal."""
+
+
+def save_killed_before(path: Path, name: str, buffer: TrajectoryReplayBuffer) -> None:
+    """A save that ends before it puts the file ``name`` in its place."""
+    real = files.replace
+
+    def replace(target: str, blocks: Any) -> None:
+        if target == str(path / name):
+            raise Killed
+        real(target, blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "replace", replace)
+        with pytest.raises(Killed):
+            buffer.save_checkpoint(path)
+
+
+def test_a_save_of_no_new_file_that_is_killed_before_its_metadata_is_no_damage(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a"
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([TRAJECTORIES[i] for i in range(3)])
+        buffer.save_checkpoint(path)
+        before = (path / "metadata.json").read_bytes()
+        buffer.sample(3)
+        save_killed_before(path, "metadata.json", buffer)
+        assert (path / "metadata.json").read_bytes() == before
+        assert health.verify(path) == []
+        assert not health.repair(path).has_changes
+        buffer.save_checkpoint(path)
+    assert ".saving.json" not in os.listdir(path)
+    assert (path / "metadata.json").read_bytes() != before
+    assert health.verify(path) == []
+
+
+@pytest.mark.parametrize("num_new", [0, 2])
+def test_a_checkpoint_that_is_saved_over_while_it_is_verified_is_no_damage(
+    tmp_path: Path, num_new: int
+) -> None:
+    path = tmp_path / "a"
+    real, saves = health.salvage, [1, 1]
+    with TrajectoryReplayBuffer(sample_window_size=3) as buffer:
+        buffer.add_trajectories([TRAJECTORIES[i] for i in range(3)])
+        buffer.save_checkpoint(path)
+
+        def salvage(directory: str) -> Any:
+            found = real(directory)
+            if saves:
+                saves.pop()
+                buffer.sample(3)
+                buffer.add_trajectories([TRAJECTORIES[3]] * num_new)
+                buffer.save_checkpoint(path)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(health, "salvage", salvage)
+            assert health.verify(path) == []
+        assert saves == []
+        assert health.verify(path) == []
+
+
 # -- commands --------------------------------------------------------------------------------------
 
 
