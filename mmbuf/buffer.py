@@ -28,7 +28,7 @@ from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, MmbufError, WriteError
-from mmbuf.index import Contents, TrajectoryIndex, check_is_no_checkpoint
+from mmbuf.index import Contents, TrajectoryIndex, check_can_count, check_is_no_checkpoint
 from mmbuf.notebook import Shown
 from mmbuf.places import Slot
 from mmbuf.sampling import Sampler
@@ -200,6 +200,7 @@ class TrajectoryReplayBuffer:
             writer = self._writer
             if writer is not None:
                 writer.raise_failure()
+            check_can_count(self._next_id + self._id_step)
             schema = self._window.schema
             if schema is not None and payload.schema is not schema:
                 return False

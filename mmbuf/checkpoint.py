@@ -460,7 +460,9 @@ def shard(contents: Contents, rank: int, world_size: int) -> Contents:
     step = contents.id_step
     if world_size * step >= MAX_NUMBER:
         raise MmbufError(f"world_size: expected ids below {MAX_NUMBER}, got steps of {step}.")
-    part.count_from(contents.trajectory_counter + rank * step, world_size * step)
+    counter = contents.trajectory_counter + rank * step
+    index.check_can_count(counter)
+    part.count_from(counter, world_size * step)
     return part
 
 

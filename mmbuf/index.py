@@ -43,7 +43,7 @@ from typing import Any
 from mmbuf import files
 from mmbuf.arguments import text, whole
 from mmbuf.entry import MAX_NUMBER, Entry, Part, parts_from_json
-from mmbuf.errors import CorruptError, LockedError, VersionError
+from mmbuf.errors import CorruptError, LockedError, MmbufError, VersionError
 from mmbuf.schema import Schema
 
 JOURNAL = "journal.jsonl"
@@ -150,8 +150,10 @@ class Contents:
         self.trajectory_counter = max([trajectory_counter, *(i + 1 for i in self.entries)])
 
     def count_above(self, trajectory_counter: int) -> None:
-        """Go on with no id below this one."""
-        self.trajectory_counter = next_id(trajectory_counter, self.trajectory_counter, self.id_step)
+        """Go on with no id below this one; MmbufError where there is none that can be read."""
+        counter = next_id(trajectory_counter, self.trajectory_counter, self.id_step)
+        check_can_count(counter)
+        self.trajectory_counter = counter
 
     def drop(self, trajectory_id: int) -> None:
         entry = self.entries.pop(trajectory_id)
@@ -180,6 +182,15 @@ def next_id(lowest: int, counter: int, step: int) -> int:
     several is to go on with: since it stays among those of its steps, no other rank gives it.
     """
     return counter + max(0, -(-(lowest - counter) // step)) * step
+
+
+def check_can_count(trajectory_counter: int) -> None:
+    """MmbufError for a next id that no index would be read with."""
+    if trajectory_counter >= MAX_NUMBER:
+        raise MmbufError(
+            f"trajectory_counter: expected ids below {MAX_NUMBER}, got {trajectory_counter}. "
+            f"Load it with a smaller world_size, or begin a new store."
+        )
 
 
 @dataclass

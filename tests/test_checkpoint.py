@@ -49,6 +49,7 @@ from mmbuf import (
     CorruptError,
     EmptyBufferError,
     LockedError,
+    MmbufError,
     ReplayReader,
     SchemaError,
     TrajectoryReplayBuffer,
@@ -3090,3 +3091,29 @@ def test_a_load_brings_in_what_its_index_lists_when_another_takes_its_place(
         buffer.flush()
         assert len(names_of(live, f".{form}")) == 3
     assert held_in(live) == {0: 7, 1: 8, 2: 9}
+
+
+# -- ids without end -----------------------------------------------------------------------------
+
+
+@by_mode
+def test_ids_that_no_index_can_be_read_with_are_refused(
+    live: Path, path: Path, is_saved: bool
+) -> None:
+    checkpoint_of(path, 0)
+    with made(live, is_saved) as buffer:
+        load(buffer, path, 2**61 - 2, 2**61)
+        assert buffer.trajectory_counter == 2**61 - 1
+        add(buffer, 1)
+        assert buffer.trajectory_ids == [2**61 - 1]
+        with pytest.raises(MmbufError, match=f"ids below {2**62}, got {2**62 + 2**61 - 1}"):
+            add(buffer, 2)
+        with pytest.raises(MmbufError, match=f"ids below {2**62}, got steps of 1"):
+            load(buffer, path, 2**62 - 1, 2**62)
+        rewrite(path, lambda snapshot: snapshot["metadata"].update(trajectory_counter=2**62 - 1))
+        with pytest.raises(MmbufError, match=f"ids below {2**62}, got {2**62}"):
+            load(buffer, path, 1, 2)
+        assert held(buffer) == {2**61 - 1: 1}
+        buffer.flush()
+    if is_saved:
+        assert held_in(live) == {2**61 - 1: 1}
