@@ -420,6 +420,21 @@ def test_sql_writes_the_one_file_that_is_named(
     assert sorted(os.listdir(outside)) == sorted([".tmp", "secret.csv", name])
 
 
+def test_sql_writes_over_no_neighbour_of_the_file_that_is_named(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(tmp_path / "store", 1)
+    (outside / "tmp_o.parquet").write_bytes(b"precious")
+    for name in ("tmp_o.parquet", "o.parquet"):
+        query = f"copy (select 5 as z) to '{name}' (format parquet); select 1 as a"
+        found = mistake("sql", path, query, "--parquet", "o.parquet", monkeypatch=monkeypatch)
+        assert "Cannot access file" in found
+        assert sorted(os.listdir(outside)) == [".tmp", "secret.csv", "tmp_o.parquet"]
+    assert run("sql", path, "select 1 as a", "--parquet", "o.parquet").exit_code == 0
+    assert pl.read_parquet(outside / "o.parquet")["a"].to_list() == [1]
+    assert (outside / "tmp_o.parquet").read_bytes() == b"precious"
+
+
 def test_sql_says_what_to_do_where_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

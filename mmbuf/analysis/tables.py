@@ -188,9 +188,10 @@ class Tables:
 
         It is the caller's own, as from ``duckdb.connect()``: its SQL can read and write all files
         that the process can, and sees variables of Python that hold tables. For queries that
-        others wrote give ``files``, those that it may open, or ``()``: then it can open no others
-        (temporary ones neither, so all has to fit into memory), load no extension, see no variable
-        and change no setting.
+        others wrote give ``files``, those that it may open (and beside each the one that DuckDB
+        writes first, ``tmp_`` before its name), or ``()``: then it can open no others (temporary
+        ones neither, so all has to fit into memory), load no extension, see no variable and change
+        no setting.
         """
         connection = optional_package("duckdb", "analysis").connect()
         self.steps.register(connection, "steps", wide)

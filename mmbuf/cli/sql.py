@@ -52,13 +52,15 @@ def sql(
         with shown("reading") as show:
             tables = tables_of(paths, show)
             wide = [name for name in tables.steps.wide if name in query]
-            allowed = None if allow_files else [parquet] if parquet is not None else []
+            # Of a name that no query knows: what DuckDB writes beside it is nobody's.
+            written = "" if parquet is None else _new_name(files.absolute(parquet))
+            allowed = None if allow_files else [written] if written else []
             with tables.connect(wide, files=allowed) as connection:
                 # Names that are no tables are mistakes, and no variables of this module.
                 if allow_files:
                     connection.execute("set python_enable_replacements = false")
                 if parquet is not None:
-                    _write_parquet(connection, query, parquet)
+                    _write_parquet(connection, query, written, files.absolute(parquet))
                     return
                 found = connection.execute(query)
                 if found is None:
@@ -83,11 +85,24 @@ def _rows_of(found: Any) -> Iterator[tuple[Any, ...]]:
         yield from block
 
 
-def _write_parquet(connection: Any, query: str, target: Path) -> None:
+def _new_name(target: str) -> str:
+    """Where what is to be ``target`` is written: there itself where that is a link or a device."""
+    is_kept = files.exists(target) and not files.is_file(target)
+    return target if is_kept else files.temporary(target)
+
+
+def _write_parquet(connection: Any, query: str, written: str, target: str) -> None:
     found = connection.sql(query)
     if found is None:
         raise MmbufError("sql: expected a query that gives rows, got one that gives none.")
-    found.write_parquet(files.absolute(target))
+    try:
+        found.write_parquet(written)
+        if written != target:
+            files.rename(written, target)
+    except BaseException:
+        if written != target:
+            files.unlink(written)
+        raise
 
 
 def _write_csv(names: list[str], rows: Iterable[tuple[Any, ...]], target: TextIO) -> None:
