@@ -472,7 +472,8 @@ class TrajectoryReplayBuffer:
         where the file system allows; ``trajectory_format`` other than None or their own converts
         them. All is on the disk itself when this returns; until then an earlier checkpoint there
         stays whole. Into the store's own directory it is ``flush(sync=True)``. Nothing in the
-        buffer changes, and other threads may add and sample meanwhile. WriteError if it fails.
+        buffer changes, and other threads may add and sample meanwhile. WriteError if it fails,
+        LockedError while somebody else goes on saving there or repairing for more than 10 s.
         """
         if trajectory_format is not None:
             trajectory_format = storage.checked_format(trajectory_format)

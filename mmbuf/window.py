@@ -139,11 +139,11 @@ class Window:
     def add(self, slot: Slot) -> None:
         """Append to the list what was put into the cache."""
         entry = slot.entry
+        self._slots[entry.trajectory_id] = slot  # first: who finds it in the list may look at it
         with self._list_lock:
             self.entries[entry.trajectory_id] = entry
             self.total_samples += entry.num_samples
         self._num_seen += entry.num_samples
-        self._slots[entry.trajectory_id] = slot
         if self._window_size:
             self._leaving.append(entry.trajectory_id)
             while len(self._leaving) > self._window_size:

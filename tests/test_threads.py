@@ -22,6 +22,7 @@ from typing import Any
 import data
 import numpy as np
 import pytest
+import torch
 from children import Child, Parent
 
 from mmbuf import EmptyBufferError, ReplayReader, TrajectoryReplayBuffer, files, health, vm
@@ -358,6 +359,24 @@ def test_rows_are_right_while_all_is_replaced(
 @pytest.mark.parametrize("variant", REPLACING)
 def test_rows_are_right_while_all_is_replaced_for_long(tmp_path: Path, variant: str) -> None:
     check_replacing(tmp_path, 60, variant)
+
+
+def test_a_trajectory_that_is_just_added_can_be_read_as_soon_as_it_is_listed(
+    tmp_path: Path,
+) -> None:
+    found: list[int] = []
+
+    class Listed(dict[Any, Any]):
+        def __setitem__(self, key: Any, entry: Any) -> None:
+            super().__setitem__(key, entry)
+            trajectory = buffer._window.get_trajectory(key)  # as another thread may
+            found.append(int(trajectory.to_columns()["rewards"][0, 0]))
+
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer._window.entries = Listed()
+        for i in range(3):
+            buffer.add_trajectories([{"rewards": torch.full((4, 2), float(i))}])
+    assert set(found) == {0, 1, 2}  # again when they are written
 
 
 IMPORTING = """
