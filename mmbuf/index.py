@@ -363,11 +363,13 @@ def read(directory: str) -> tuple[Contents, int]:
 
 
 def names_listed_in(path: str) -> set[str]:
-    """The names in a list of files that somebody was at; none where no list can be read."""
+    """The trajectories' files in a list of what somebody was at; none where it cannot be read."""
     try:
-        return set(map(str, json.loads(files.read(path)))) if files.exists(path) else set()
+        listed = set(map(str, json.loads(files.read(path)))) if files.exists(path) else set()
     except (CorruptError, ValueError, TypeError, RecursionError):
         return set()
+    # Whatever the list says: these are going to be removed.
+    return {name for name in listed if name.startswith("trajectory_") and name != INDEX}
 
 
 def check_is_no_checkpoint(directory: str) -> None:
@@ -425,8 +427,8 @@ class TrajectoryIndex:
         self._is_torn = False  # an append has failed: there may be something behind them
         self._changes = 0  # since the last snapshot
         try:
-            self._identity = files.identity(self._fd)
             with files.naming(journal):
+                self._identity = files.identity(self._fd)
                 if is_new:
                     # Or a snapshot could survive without it: this would look like a checkpoint.
                     files.sync(directory)

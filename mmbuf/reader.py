@@ -154,7 +154,8 @@ class ReplayReader:
         schema = self._stores.schema
         with window.changing():
             if schema is not None and news.come and window.entries.keys() <= set(news.gone):
-                window.load(window.cache_for(schema), news.come.values())
+                come = list(news.come.values())
+                window.load(window.cache_for(schema, come), come)
             else:
                 if news.gone:
                     window.remove(news.gone)

@@ -123,8 +123,12 @@ class Window:
         self.cache = self.cache_for(schema)
         return self.cache
 
-    def cache_for(self, schema: Schema) -> TrajectoryCache:
-        """The cache if it is for ``schema``, else a new one, for `load`; MemoryError."""
+    def cache_for(self, schema: Schema, items: Iterable[Item] = ()) -> TrajectoryCache:
+        """The cache if it is for ``schema``, else a new one, to `load` these into; MemoryError.
+
+        CorruptError unless they can be what they say.
+        """
+        storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
         if self._is_closed:
             raise ClosedError("expected an open window, got one that was closed.")
         if self.cache is not None and self.cache.schema == schema:
@@ -181,7 +185,7 @@ class Window:
         return self.num_changes != num_changes
 
     def load(self, cache: TrajectoryCache | None, items: Iterable[Item]) -> None:
-        """`open` these, in a `cache_for` their schema, in the place of all others.
+        """`open` these in the place of all others, in the cache that was made for them.
 
         The list is replaced at once, the rows to be drawn a moment later. With None all are gone.
         """
@@ -190,8 +194,6 @@ class Window:
             if cache is None or not items:
                 self.clear()
                 return
-            described = [(entry, directory) for _, entry, directory in items]
-            storage.check_entries(cache.schema, described)
             former, self.cache = self.cache, cache
             if former is cache:
                 cache.clear()

@@ -2294,6 +2294,28 @@ def test_an_interrupted_load_counts_what_the_files_take_on_the_disk(
         assert list(buffer._budget._sizes) == [0]
 
 
+def test_no_list_of_an_unfinished_load_or_save_takes_away_what_is_no_trajectory(
+    live: Path, path: Path
+) -> None:
+    names = ["journal.jsonl", "trajectory_index.json", "metadata.json", "notes.txt", "../outside"]
+    with made(live) as buffer:
+        add(buffer, 0)
+    (live / "notes.txt").write_text("mine")
+    (live / ".loading.json").write_text(json.dumps([*names, "trajectory_0_.arrow"]))
+    checkpoint_of(path, 1)
+    (path / "notes.txt").write_text("mine")
+    (path / ".saving.json").write_text(json.dumps(names))
+    (live.parent / "outside").write_text("another's")
+    with made(live) as buffer:
+        assert held(buffer) == {0: 0}
+        buffer.load_checkpoint(path)
+        buffer.save_checkpoint(path)
+    assert (live / "notes.txt").read_text() == (path / "notes.txt").read_text() == "mine"
+    assert (live.parent / "outside").read_text() == "another's"
+    assert not (live / ".loading.json").exists()
+    assert set(held_in(path).values()) == {1}
+
+
 def save_over_at_first_link(
     patch: pytest.MonkeyPatch, path: Path, *numbers: int, form: str
 ) -> list[str]:
