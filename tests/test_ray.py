@@ -491,15 +491,16 @@ def test_several_drivers_hold_a_named_buffer(cluster: Cluster, tmp_path: Path) -
 
 
 def test_shards_that_another_driver_has_just_ended_are_gone_for_all(
-    buffer: RayReplayBuffer,
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    add_on(buffer, 0, 7)
-    for shard in buffer._shards.all:  # as `close` does, before Ray has killed them
-        ray.get(shard.actor.close.remote())
-    for call in (buffer.flush, lambda: buffer.sample(1), lambda: len(buffer)):
-        with pytest.raises(ShardError, match="gone") as caught:
-            call()
-        assert caught.value.is_lost
+    with RayReplayBuffer(2, tmp_path, timeout_s=WAIT_S, refresh_s=0.0) as buffer:
+        add_on(buffer, 0, 7)
+        for shard in buffer._shards.all:  # as `close` does, before Ray has killed them
+            ray.get(shard.actor.close.remote())
+        for call in (buffer.flush, lambda: buffer.sample(1), lambda: len(buffer)):
+            with pytest.raises(ShardError, match="gone") as caught:
+                call()
+            assert caught.value.is_lost
 
 
 # -- checkpoints -------------------------------------------------------------------------------
