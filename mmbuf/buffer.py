@@ -141,8 +141,8 @@ class TrajectoryReplayBuffer:
                 index = TrajectoryIndex(directory, storage.verify, storage.size_of, self._lock)
                 contents = index.contents
                 try:
-                    cache = self._cache_for(contents, directory)
-                    self._window.load(cache, _items(contents, directory))
+                    items = _items(contents, directory)
+                    self._window.load(self._window.cache_for(contents.schema, items), items)
                     self._count_disk_bytes(directory, contents)
                 except BaseException:
                     index.close()
@@ -576,7 +576,8 @@ class TrajectoryReplayBuffer:
             contents = checkpoint.shard(contents, rank, world_size)
             generator = checkpoint.stream_of(generator, rank, world_size)
         contents.count_above(self._next_id)
-        cache = self._cache_for(contents, path)  # or MemoryError, before anything has changed
+        # Or MemoryError, before anything has changed.
+        cache = self._window.cache_for(contents.schema, _items(contents, path))
         if self._writer is not None:
             directory = self._writer.directory
             used_below = self._next_id
@@ -589,11 +590,6 @@ class TrajectoryReplayBuffer:
         if self._writer is not None:
             self._count_disk_bytes(path, contents)
             self._writer.remove_dead_files()  # last: an interrupt may end it, or a failure
-
-    def _cache_for(self, contents: Contents, directory: str) -> TrajectoryCache | None:
-        if contents.schema is None or not contents.entries:
-            return None
-        return self._window.cache_for(contents.schema, _items(contents, directory))
 
     def _count_disk_bytes(self, directory: str, contents: Contents) -> None:
         if self._budget.max_bytes is not None:

@@ -36,7 +36,7 @@ import numpy as np
 
 from mmbuf import arguments, files, index, shield, storage
 from mmbuf.entry import MAX_NUMBER, Entry
-from mmbuf.errors import CorruptError, LockedError, MmbufError, SchemaError, WriteError
+from mmbuf.errors import BAD_JSON, CorruptError, LockedError, MmbufError, SchemaError, WriteError
 from mmbuf.index import Contents
 
 # Brings a trajectory to a path in a format; its entry there.
@@ -232,7 +232,7 @@ def _used_below(metadata: dict[str, Any]) -> int:
     """The id that names in the directory were below, where that is more than the counter says."""
     try:
         return index.checked_counter(metadata.get(_USED_BELOW, 0))
-    except index.BAD:
+    except BAD_JSON:
         return 0
 
 

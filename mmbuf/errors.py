@@ -22,6 +22,9 @@ from typing import Any
 
 from mmbuf.terminal import printable
 
+# What JSON of any other form than ours may raise on its way into what it stands for.
+BAD_JSON = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
+
 
 class MmbufError(Exception):
     """Base of all errors of mmbuf."""

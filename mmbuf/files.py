@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple
 
 import filelock
 
-from mmbuf.errors import CorruptError, LockedError
+from mmbuf.errors import BAD_JSON, CorruptError, LockedError
 
 WRITER_LOCK = ".writer.lock"  # in a store; held by its one writer
 
@@ -39,8 +39,6 @@ _COPY_BYTES = 8 << 20
 _PATIENCE_S = 1.0  # with who holds a writer's lock for a moment only
 _MAX_CHANGES = 100  # of a lock's file while it is taken
 _MAX_HOLDER_BYTES = 1024  # that say who holds a lock
-# What JSON of any other form than ours may raise.
-_BAD_JSON = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a directory",
@@ -990,7 +988,7 @@ def last_holder(path: str) -> tuple[int, str] | None:
         with opened(path) as fd:
             holder = json.loads(read_at(fd, _MAX_HOLDER_BYTES, 0))
         return int(holder["pid"]), str(holder["host"])
-    except (CorruptError, OSError, *_BAD_JSON):
+    except (CorruptError, OSError, *BAD_JSON):
         return None
 
 

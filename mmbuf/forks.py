@@ -28,8 +28,7 @@ class ChangeLock:
         self._depth = 0
 
     def __enter__(self) -> None:
-        while not self._lock.acquire(timeout=shield.LOOK_S):
-            shield.check()
+        shield.acquire(self._lock)
         try:
             if not self._depth:
                 _begin()
@@ -46,8 +45,7 @@ class ChangeLock:
 
     def wait(self) -> None:
         """Until no change goes on."""
-        while not self._lock.acquire(timeout=shield.LOOK_S):
-            shield.check()
+        shield.acquire(self._lock)
         self._lock.release()
 
 

@@ -43,7 +43,7 @@ from typing import Any
 from mmbuf import files
 from mmbuf.arguments import text, whole
 from mmbuf.entry import MAX_NUMBER, Entry, Part, parts_from_json
-from mmbuf.errors import CorruptError, LockedError, MmbufError, VersionError
+from mmbuf.errors import BAD_JSON, CorruptError, LockedError, MmbufError, VersionError
 from mmbuf.schema import Schema
 
 JOURNAL = "journal.jsonl"
@@ -58,9 +58,6 @@ _CRC = ', "crc": "'
 _ADD = b'{"event": "add", "entry": {'
 _PARTS = b', "parts": '
 _CRC_BYTES = len(_CRC) + 8 + len('"}')
-
-# What JSON of any other form than ours may raise on its way into an entry or a schema.
-BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
 _MAX_LAYOUTS = 1024  # that are known at once
 _TAIL_BYTES = 4096
@@ -302,7 +299,7 @@ class JournalReader:
                     self._apply(event, changes)
                 except VersionError as error:
                     raise VersionError(f"{self._journal}: {error}") from None
-                except BAD as error:
+                except BAD_JSON as error:
                     what = f"not an event: {error!r}."
                     raise CorruptError(self._journal, what, offset=base + offset) from error
                 self.valid_bytes = base + stop
@@ -366,7 +363,7 @@ def names_listed_in(path: str) -> set[str]:
     """The trajectories' files in a list of what somebody was at; none where it cannot be read."""
     try:
         listed = set(map(str, json.loads(files.read(path)))) if files.exists(path) else set()
-    except (CorruptError, ValueError, TypeError, RecursionError):
+    except (CorruptError, *BAD_JSON):
         return set()
     # Whatever the list says: these are going to be removed.
     return {name for name in listed if name.startswith("trajectory_") and name != INDEX}
@@ -715,12 +712,12 @@ def read_snapshot(path: str, contents: Contents) -> None:
         contents.unsynced.clear()
     except VersionError as error:
         raise VersionError(f"{path}: {error}") from None
-    except BAD as error:
+    except BAD_JSON as error:
         raise CorruptError(path, f"not an index: {error!r}.") from error
 
 
 def read_load(event: dict[str, Any]) -> Contents:
-    """What a "load" event brings; one of `BAD` if it is none, VersionError if it is a newer's."""
+    """What a "load" event brings; one of `BAD_JSON` if it is none, VersionError of a newer's."""
     check_version(event["version"])
     contents = Contents()
     if event["columns"] is not None:

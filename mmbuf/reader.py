@@ -153,20 +153,21 @@ class ReplayReader:
         window = self._window
         schema = self._stores.schema
         with window.changing():
-            if schema is not None and news.come and window.entries.keys() <= set(news.gone):
+            if news.come and window.entries.keys() <= set(news.gone):
+                assert schema is not None
                 come = list(news.come.values())
                 window.load(window.cache_for(schema, come), come)
-            else:
-                if news.gone:
-                    window.remove(news.gone)
-                    news.gone.clear()
-                if news.come:
-                    assert schema is not None
-                    window.open(schema, news.come.values())
-                    if news.is_late:  # a store that is new to us may be older than the others
-                        window.sort()
-            news.gone.clear()
-            news.come.clear()
+                news.gone.clear()
+                news.come.clear()
+            if news.gone:
+                window.remove(news.gone)
+                news.gone.clear()
+            if news.come:
+                assert schema is not None
+                window.open(schema, news.come.values())
+                news.come.clear()
+                if news.is_late:  # a store that is new to us may be older than the others
+                    window.sort()
             news.is_late = False
 
     def sample(

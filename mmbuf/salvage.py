@@ -14,7 +14,7 @@ from typing import Any
 from mmbuf import files, index
 from mmbuf.arguments import text, whole
 from mmbuf.entry import Entry
-from mmbuf.errors import CorruptError, VersionError
+from mmbuf.errors import BAD_JSON, CorruptError, VersionError
 from mmbuf.index import Contents
 from mmbuf.schema import Schema
 
@@ -107,7 +107,7 @@ class _Lines:
                 self._apply(json.loads(line))
             except VersionError as error:
                 raise VersionError(f"{self._path}: {error}") from None
-            except index.BAD as error:
+            except BAD_JSON as error:
                 self._damaged(f"not an event: {error!r}.", offset)
         self._found.torn_at = bad[0] if bad else None
         self._found.entries = list(self._listed.values())
@@ -192,7 +192,7 @@ def _read_snapshot(directory: str, found: Salvage) -> Contents:
             try:
                 counter = index.checked_counter(metadata["trajectory_counter"])
                 contents.count_from(counter, whole("id_step", metadata["id_step"], 1))
-            except index.BAD:
+            except BAD_JSON:
                 contents.count_from(0, 1)
     else:
         contents.metadata = metadata
@@ -210,7 +210,7 @@ def _entries_in(path: str) -> list[Entry]:
     for match in _ENTRY.finditer(text):
         try:
             entry = Entry.from_json(decoder.raw_decode(text, match.end())[0])
-        except index.BAD:
+        except BAD_JSON:
             continue
         if entry.trajectory_id == int(match[1]):
             entries.append(entry)

@@ -214,6 +214,12 @@ def check() -> None:
         raise CancelledError
 
 
+def acquire(lock: Any) -> None:
+    """Acquire one of `threading`'s, as long as the caller is not interrupted."""
+    while not lock.acquire(timeout=LOOK_S):
+        check()
+
+
 class Lock:
     """A lock that is waited for only as long as the caller is not interrupted.
 
@@ -229,8 +235,7 @@ class Lock:
         if not self._lock.acquire(False):
             if self._owner == get_ident():
                 raise MmbufError("expected no call within another one of the same thread, got one.")
-            while not self._lock.acquire(timeout=LOOK_S):
-                check()
+            acquire(self._lock)
         self._owner = get_ident()
 
     def __exit__(self, *_: object) -> None:

@@ -120,15 +120,20 @@ class Window:
         if former is not None and former.schema != schema:
             self.cache = None  # in this order: there may be no memory for another
             former.close()
-        self.cache = self.cache_for(schema)
+        self.cache = self._cache_of(schema)
         return self.cache
 
-    def cache_for(self, schema: Schema, items: Iterable[Item] = ()) -> TrajectoryCache:
-        """The cache if it is for ``schema``, else a new one, to `load` these into; MemoryError.
+    def cache_for(self, schema: Schema | None, items: Sequence[Item]) -> TrajectoryCache | None:
+        """The cache to `load` these into, this one or a new one; None where there are none.
 
-        CorruptError unless they can be what they say.
+        CorruptError unless they can be what they say, MemoryError where there is no room for it.
         """
+        if schema is None or not items:
+            return None
         storage.check_entries(schema, [(entry, directory) for _, entry, directory in items])
+        return self._cache_of(schema)
+
+    def _cache_of(self, schema: Schema) -> TrajectoryCache:
         if self._is_closed:
             raise ClosedError("expected an open window, got one that was closed.")
         if self.cache is not None and self.cache.schema == schema:
@@ -184,14 +189,17 @@ class Window:
         self.change_lock.wait()
         return self.num_changes != num_changes
 
-    def load(self, cache: TrajectoryCache | None, items: Iterable[Item]) -> None:
-        """`open` these in the place of all others, in the cache that was made for them.
+    def load(self, cache: TrajectoryCache | None, items: Sequence[Item]) -> None:
+        """`open` these in the place of all others, in the cache that is for them (`cache_for`).
 
-        The list is replaced at once, the rows to be drawn a moment later. With None all are gone.
+        The list is replaced at once, the rows to be drawn a moment later.
         """
-        items = list(items)
+        self._replace(cache, items)
+        self._num_seen += self.total_samples
+
+    def _replace(self, cache: TrajectoryCache | None, items: Sequence[Item]) -> None:
         with self.changing():
-            if cache is None or not items:
+            if cache is None:
                 self.clear()
                 return
             former, self.cache = self.cache, cache
@@ -204,7 +212,6 @@ class Window:
             self._directories = {key: directory for key, _, directory in items}
             self.entries = {key: entry for key, entry, _ in items}
             self.total_samples = sum(entry.num_samples for _, entry, _ in items)
-            self._num_seen += self.total_samples
             self._open_in(cache, items)
 
     def open(self, schema: Schema, items: Iterable[Item]) -> None:
@@ -220,7 +227,7 @@ class Window:
         self._num_seen += num_rows
         self._open_in(cache, items)
 
-    def _open_in(self, cache: TrajectoryCache, items: list[Item]) -> None:
+    def _open_in(self, cache: TrajectoryCache, items: Sequence[Item]) -> None:
         roots = {directory: files.join(directory, "") for directory in {item[2] for item in items}}
         slots = cache.open(
             [(entry, roots[directory] + entry.file) for _, entry, directory in items]
@@ -311,9 +318,7 @@ class Window:
 
     def _open_anew(self, keys: Sequence[Key]) -> None:
         items = [(key, self.entries[key], self._directories[key]) for key in keys]
-        num_seen = self._num_seen
-        self.load(self.cache, items)
-        self._num_seen = num_seen
+        self._replace(self.cache if items else None, items)
 
     def clear(self) -> None:
         """Forget all trajectories."""

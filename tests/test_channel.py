@@ -9,7 +9,6 @@ import os
 import pickle
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -340,14 +339,7 @@ channel.put(Item())
 found = channel.get(timeout_s=10)
 """)
     program = "import importing; print(type(importing.found).__name__)"
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = data.run_python(program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "Item\n"), done.stderr
 
 

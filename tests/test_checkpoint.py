@@ -32,6 +32,7 @@ import pytest
 import torch
 from children import Child, Parent
 from data import (
+    Halt,
     anonymous_bytes,
     columns_of,
     contents_of,
@@ -2221,26 +2222,17 @@ def test_whoever_reads_while_another_thread_loads_finds_the_old_rows_or_the_new(
     live: Path, path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool, is_other_schema: bool
 ) -> None:
     checkpoint_of(path, 5, 6, image=(8, 8, 3) if is_other_schema else ())
-    is_loading = threading.Event()
-    real = TrajectoryCache.open
-
-    def slow(*arguments: Any) -> Any:
-        is_loading.set()
-        time.sleep(0.3)
-        return real(*arguments)
-
     with made(live, is_saved) as buffer:
         add(buffer, 0, 1)
-        monkeypatch.setattr(TrajectoryCache, "open", slow)
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(buffer.load_checkpoint, path)
-            assert is_loading.wait(10)
-            assert (len(buffer), buffer.is_ready(2)) == (2, True)
-            assert buffer.trajectory_ids == buffer.window_ids == [0, 1]
-            assert buffer.get_entry(0).trajectory_id == 0
-            assert not loading.done()
-            assert sampled(buffer) == {5, 6}  # and waits: half of it is there
-            loading.result(10)
+        halt = Halt(monkeypatch, TrajectoryCache, "open", lambda *_: True)
+        halt.run(lambda: buffer.load_checkpoint(path))
+        assert (len(buffer), buffer.is_ready(2)) == (2, True)
+        assert buffer.trajectory_ids == buffer.window_ids == [0, 1]
+        assert buffer.get_entry(0).trajectory_id == 0
+        loading = threading.Timer(0.3, halt.result)
+        loading.start()
+        assert sampled(buffer) == {5, 6}  # and waits: half of it is there
+        loading.join()
         assert held(buffer) == {0: 5, 1: 6}
         with pytest.raises(KeyError, match="trajectory 7"):
             buffer.get_trajectory(7)

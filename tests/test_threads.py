@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +21,7 @@ import data
 import numpy as np
 import pytest
 import torch
+from attack import rows
 from children import Child, Parent
 
 from mmbuf import EmptyBufferError, ReplayReader, TrajectoryReplayBuffer, files, health, vm
@@ -176,65 +175,33 @@ def test_seven_threads_get_right_rows_for_long(tmp_path: Path, variant: str) -> 
 
 
 class Rows:
-    """What is known of rows that were sampled or read: each one says itself where it belongs.
-
-    Trajectory ``serial`` is that of `data.coded`, with as many steps and environments as its number
-    decides. AssertionError for a row that is not the one that it is called.
-    """
+    """What is known of rows that were sampled: those of one handle are of one trajectory."""
 
     def __init__(self) -> None:
         self._serials: dict[int, int] = {}  # by the mark of the uuid
 
-    @staticmethod
-    def item(serial: int) -> dict[str, Any]:
-        num_steps, num_envs = Rows.shape(serial)
-        return data.coded(serial, num_steps, num_envs, image=IMAGE)
-
-    @staticmethod
-    def shape(serial: int) -> tuple[int, int]:
-        return 1 + serial * 7 % 12, 1 + serial % 3
-
     def check(self, batch: Mapping[str, Any]) -> None:
-        """A batch; of one with info that all of it is true."""
-        codes = data.codes_of(batch)
-        serials, rows = np.divmod(codes, 1_000_000)
-        assert all(
-            row < np.prod(self.shape(serial))
-            for serial, row in zip(serials.tolist(), rows.tolist(), strict=True)
-        )
+        """A batch, every value of it; of one with info that all of it is true."""
+        codes = rows.checked(batch).codes
         if "info" not in batch:
             return
-        info = {name: values.numpy() for name, values in batch["info"].items()}
-        widths = np.array([self.shape(serial)[1] for serial in serials.tolist()])
-        assert np.array_equal(info["step"] * widths + info["env"], rows), "step and env"
-        assert np.array_equal(info["handle"][:, 1], rows), "handles"
-        for mark, serial in zip(info["handle"][:, 0].tolist(), serials.tolist(), strict=True):
+        serials, own_rows = np.divmod(codes, 1_000_000)
+        marks, handled = batch["info"]["handle"].numpy().T
+        assert np.array_equal(handled, own_rows), "handles"
+        for mark, serial in zip(marks.tolist(), serials.tolist(), strict=True):
             assert self._serials.setdefault(mark, serial) == serial, "rows of another trajectory"
-
-    def check_trajectory(self, source: Any, trajectory_id: int) -> None:
-        """A whole trajectory, all rows of it in their order."""
-        found = source.get_trajectory(trajectory_id).to_columns()
-        shape = tuple(found["rewards"].shape)
-        flat = {name: leaf.flatten(0, 1) for name, leaf in found.items() if name != "curr_obs"}
-        seen = dict(found["curr_obs"])
-        seen["task"] = [text for step in seen["task"] for text in step]
-        seen |= {name: seen[name].flatten(0, 1) for name in ("states", "image")}
-        codes = data.codes_of({**flat, "curr_obs": seen})
-        serial = int(codes[0]) // 1_000_000
-        assert shape == self.shape(serial), "the shape of another trajectory"
-        assert np.array_equal(codes, serial * 1_000_000 + np.arange(len(codes)))
 
 
 def read_on(parent: Parent, store: Path, cache_size: int | None) -> int:
     """Follow a store in a process of its own, until the parent speaks; how many batches came."""
-    rows, count = Rows(), 0
+    known, count = Rows(), 0
     with ReplayReader(store, cache_size=cache_size, sample_window_size=7) as reader:
         while not parent.has_spoken():
             with contextlib.suppress(EmptyBufferError):
-                rows.check(reader.sample(50, with_info=True))
+                known.check(reader.sample(50, with_info=True))
                 count += 1
             with contextlib.suppress(KeyError, IndexError):
-                rows.check_trajectory(reader, reader.trajectory_ids[count % 3])
+                rows.serial_of(reader.get_trajectory(reader.trajectory_ids[count % 3]))
     return count
 
 
@@ -242,7 +209,7 @@ def replace_together(
     parent: Parent, directory: Path, seconds: float, options: dict[str, Any]
 ) -> dict[str, int]:
     faulthandler.dump_traceback_later(seconds + 40, exit=True)
-    store, rows = directory / "store", Rows()
+    store, known = directory / "store", Rows()
     dice = np.random.default_rng(int(seconds))
     ends_at = time.monotonic() + seconds
     names: dict[str, str] = {}  # the uuid that a name was given to
@@ -258,7 +225,7 @@ def replace_together(
         nonlocal num_added, highest
         for _ in range(int(dice.integers(1, 4))):
             assert buffer.trajectory_counter >= highest, "an id is given twice"
-            buffer.add_trajectories([Rows.item(num_added)])
+            buffer.add_trajectories([rows.content(2 * num_added)])  # even ones: of one schema
             highest = buffer.trajectory_ids[-1] + 1
             num_added += 1
         if dice.random() < 0.5:
@@ -287,23 +254,23 @@ def replace_together(
     def sample(way: int, out: list[Any], number: int) -> None:
         with contextlib.suppress(EmptyBufferError):
             if way == 0:
-                rows.check(buffer.sample(60))
+                known.check(buffer.sample(60))
             elif way == 1:
-                rows.check(buffer.sample(60, with_info=True))
+                known.check(buffer.sample(60, with_info=True))
             else:
                 out[0] = buffer.sample(40, out=out[0])
-                rows.check(out[0])
+                known.check(out[0])
 
     def look(number: int) -> None:
         with contextlib.suppress(KeyError, IndexError):
-            rows.check_trajectory(buffer, buffer.trajectory_ids[-1 - number % 4])
+            rows.serial_of(buffer.get_trajectory(buffer.trajectory_ids[-1 - number % 4]))
 
     def follow(reader: ReplayReader, number: int) -> None:
         with contextlib.suppress(EmptyBufferError):
-            rows.check(reader.sample(50, with_info=True))
+            known.check(reader.sample(50, with_info=True))
         if number % 3 == 0:
             with contextlib.suppress(KeyError, IndexError):
-                rows.check_trajectory(reader, reader.trajectory_ids[number % 5])
+                rows.serial_of(reader.get_trajectory(reader.trajectory_ids[number % 5]))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(buffer)
@@ -411,13 +378,7 @@ print(found)
 
 def test_nothing_is_imported_where_a_signal_handler_may_come(tmp_path: Path) -> None:
     """An import that is interrupted may leave a lock held that all other imports wait for."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTING, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = data.run_python(IMPORTING, tmp_path)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 

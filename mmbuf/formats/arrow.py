@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from mmbuf import files
 from mmbuf.entry import Entry, Part, Table
-from mmbuf.errors import CorruptError
+from mmbuf.errors import BAD_JSON, CorruptError
 from mmbuf.formats import native
 from mmbuf.schema import Array, Column, Schema
 from mmbuf.vm import HUGE_PAGE, round_up
@@ -156,7 +156,7 @@ class Source:
         try:
             native.check_header(path, entry, self._schema, native.parse(path, head.header()))
             parts = head.parts(self._schema, tuple(part.rows for part in entry.parts))
-        except (*native.BAD, RuntimeError, struct.error) as error:
+        except (*BAD_JSON, RuntimeError, struct.error) as error:
             raise CorruptError(path, f"the header does not hold: {error!r}.") from error
         for column, part, found in zip(self._schema.columns, entry.parts, parts, strict=True):
             if part != found:
@@ -266,7 +266,7 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
             for column, part in zip(header.schema.columns, parts, strict=True):
                 if not _is_within(part, column, header.entry.num_samples, size):
                     raise ValueError(f"column {column.name!r} lies at {part}")
-        except (*native.BAD, RuntimeError, struct.error) as error:
+        except (*BAD_JSON, RuntimeError, struct.error) as error:
             raise CorruptError(path, f"the header or footer does not hold: {error!r}.") from error
     entry = dataclasses.replace(header.entry, size_bytes=size, parts=tuple(parts))
     return entry, header.schema, header.crcs

@@ -30,9 +30,6 @@ from mmbuf.vm import is_out_of_memory, map_privately
 
 VERSION = 1
 
-# What JSON of any other form than ours may raise on its way into an entry or a schema.
-BAD = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
-
 _COMPARED = ("uuid", "shape", "max_episode_length", "model_weights_id")
 
 _READ_WHOLE = 32 << 10
@@ -89,7 +86,7 @@ def to_json(entry: Entry, schema: Schema, rows: list[int], crcs: list[int]) -> d
 
 
 def parse(path: str, text: bytes) -> dict[str, Any]:
-    """A header; one of `BAD` where it is none, VersionError for one of a newer mmbuf."""
+    """A header; one of `BAD_JSON` where it is none, VersionError for one of a newer mmbuf."""
     header: dict[str, Any] = json.loads(text)
     if whole("version", header["version"], 1) > VERSION:
         raise VersionError(
@@ -100,7 +97,7 @@ def parse(path: str, text: bytes) -> dict[str, Any]:
 
 
 def take_apart(header: dict[str, Any], format_name: str, file: str) -> Header:
-    """Entry (without size and parts), schema, rows and CRCs; one of `BAD` where it is no header."""
+    """Entry (without size and parts), schema, rows and CRCs; one of `BAD_JSON` where it is none."""
     schema = Schema.from_json(header["columns"])
     rows = [whole("rows", column["rows"], bound=MAX_ROWS) for column in header["columns"]]
     entry = Entry(
@@ -199,8 +196,8 @@ def check_same(path: str, entry: Entry, schema: Schema, found: Entry, found_sche
 def check_header(path: str, entry: Entry, schema: Schema, header: dict[str, Any]) -> None:
     """CorruptError unless a header says of the trajectory what its entry says, but for its number.
 
-    One of `BAD` where it is no header. Cheaper than to take it apart: this is done whenever a file
-    is opened for the first time.
+    One of `BAD_JSON` where it is no header. Cheaper than to take it apart: this is done whenever a
+    file is opened for the first time.
     """
     expected = (entry.uuid, list(entry.shape), entry.max_episode_length, entry.model_weights_id)
     found = tuple(header[name] for name in _COMPARED)

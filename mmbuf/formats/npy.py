@@ -33,7 +33,7 @@ import numpy as np
 
 from mmbuf import files, vm
 from mmbuf.entry import Entry, Part
-from mmbuf.errors import CorruptError
+from mmbuf.errors import BAD_JSON, CorruptError
 from mmbuf.formats import native
 from mmbuf.schema import Array, Column, Schema
 
@@ -140,7 +140,7 @@ class Source:
         header = self._read_header()
         try:
             native.check_header(files.join(path, HEADER), entry, self._schema, header)
-        except native.BAD as error:
+        except BAD_JSON as error:
             raise _wrong_header(path, error) from error
         for position, (column, part) in enumerate(
             zip(self._schema.columns, entry.parts, strict=True)
@@ -254,7 +254,7 @@ def describe(path: str, name: str) -> tuple[Entry, Schema, list[int]]:
         header = _read_header(directory, path)
         try:
             entry, schema, rows, crcs = native.take_apart(header, NAME, name)
-        except native.BAD as error:
+        except BAD_JSON as error:
             raise _wrong_header(path, error) from error
         for column, file_name, n in zip(schema.columns, _file_names(schema), rows, strict=True):
             with ExitStack() as stack:
@@ -372,7 +372,7 @@ def _read_header(directory: int, path: str, size: int | None = None) -> dict[str
         data = files.read_at(fd, files.length(fd), 0)
     try:
         return native.parse(file, data)
-    except native.BAD as error:
+    except BAD_JSON as error:
         raise _wrong_header(path, error) from error
 
 

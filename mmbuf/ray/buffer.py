@@ -19,7 +19,7 @@ import numpy as np
 
 from mmbuf import arguments, checkpoint, files
 from mmbuf.batch import check_room
-from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.errors import BAD_JSON, ClosedError, CorruptError, EmptyBufferError
 from mmbuf.packages import optional_package
 from mmbuf.pool import BatchPool
 from mmbuf.ray.actors import found, pattern_of, placed, start
@@ -550,7 +550,7 @@ def _read_state(path: str) -> tuple[list[str], dict[str, Any]]:
         state = json.loads(files.read(name))
         num_shards = int(state["num_shards"])
         rng_state = dict(state["rng_state"])
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except BAD_JSON as error:
         raise CorruptError(name, f"expected what a RayReplayBuffer saves: {error!r}.") from error
     if len(ranks) < num_shards:
         raise CorruptError(
