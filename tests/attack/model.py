@@ -193,15 +193,17 @@ class Model:
             self.state.num_removals += self.state.num_removals % 2
             self._put()
 
-    def match(self, ids: Sequence[int], counter: int) -> Content:
+    def match(self, ids: Sequence[int], counter: int, step: int) -> Content:
         """The outcome that an open buffer shows; AssertionError if it shows another."""
         for content in self.state.possible:
             part = content.part_shown(ids, self.removable)
-            if part is not None and part[1] == len(content.listed) and counter == content.counter:
+            if part is None or part[1] != len(content.listed):
+                continue
+            if (counter, step) == (content.counter, content.step):
                 return content.without_oldest(part[0])
         raise AssertionError(
             f"the list: expected one of {[_told(c) for c in self.state.possible]}, "
-            f"got ids {ids} and the counter {counter}"
+            f"got ids {ids}, the counter {counter} and the step {step}"
         )
 
     def match_reopened(self, found: Listing, counter: int) -> Content:

@@ -232,9 +232,13 @@ class Trainer(Process):
         if ended.is_done:
             self.model.narrow(outcomes)
         if not self.held.may_be_closed:  # else the store tells when it is opened again
-            buffer = self._buffer
-            self.model.end(self.model.match(buffer.trajectory_ids, buffer.trajectory_counter))
+            self.model.end(self._match(self._buffer.trajectory_ids))
         return ended
+
+    def _match(self, ids: list[int]) -> Content:
+        """The outcome that the buffer, which lists these, is in."""
+        # The step shows only in ids to come: two loads of nothing may differ in it alone.
+        return self.model.match(ids, self._buffer.trajectory_counter, self._buffer._id_step)
 
     def is_deserved(self, error: Exception) -> bool:
         """Whether an error of a call that draws no batch is no fault."""
@@ -394,7 +398,7 @@ class Trainer(Process):
         """Of the list and the window, and other things that have no effect."""
         buffer, content = self._buffer, self.model.content
         ids = buffer.trajectory_ids
-        found = self.model.match(ids, buffer.trajectory_counter)
+        found = self._match(ids)
         assert buffer.window_ids == list(content.newest(self._window_size).ids)
         shapes = [rows.shape_of(serial) for _, serial in found.listed]
         if not self.is_bounded:
