@@ -346,7 +346,7 @@ def test_a_trajectory_that_is_just_added_can_be_read_as_soon_as_it_is_listed(
     assert set(found) == {0, 1, 2}  # again when they are written
 
 
-IMPORTING = """
+FINDING = """
 import sys, threading
 import torch, mmbuf
 found = []
@@ -355,31 +355,38 @@ class Finder:
         if threading.current_thread() is threading.main_thread():
             found.append(name)
 sys.meta_path.insert(0, Finder())
-item = {"rewards": torch.ones(4, 2, 1), "task": [["a"] * 2] * 4}
+def sample(source):
+    for options in ({}, {"with_info": True}, {"as_numpy": True}):
+        source.sample(8, **options)
+    for sampler in (mmbuf.sampling.Prioritized(), mmbuf.sampling.FreshVersions(max_lag=1)):
+        source.sample(8, sampler=sampler)
 for form in ("arrow", "npy", "pt", "pkl"):
     path = f"{sys.argv[1]}/{form}"
+"""
+WRITING = """
+    item = {"rewards": torch.ones(4, 2, 1), "versions": torch.ones(4, 2), "task": [["a"] * 2] * 4}
     with mmbuf.TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=path, trajectory_format=form, cache_size=1
     ) as buffer:
         buffer.add_trajectories([item] * 3)
         buffer.flush(sync=True)
-        for options in ({}, {"with_info": True}, {"as_numpy": True}):
-            buffer.sample(8, **options)
-        buffer.sample(8, sampler=mmbuf.sampling.Prioritized())
+        sample(buffer)
         buffer.save_checkpoint(path + " saved")
         buffer.load_checkpoint(path + " saved")
-        with mmbuf.ReplayReader(path) as reader:
-            reader.sample(8)
-            reader.get_trajectory(0)
-        buffer.clear()
-print(found)
+"""
+READING = """
+    with mmbuf.ReplayReader(path) as reader:
+        sample(reader)
+        reader.get_trajectory(0)
+        reader.refresh()
 """
 
 
 def test_nothing_is_imported_where_a_signal_handler_may_come(tmp_path: Path) -> None:
     """An import that is interrupted may leave a lock held that all other imports wait for."""
-    done = data.run_python(IMPORTING, tmp_path)
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    for calls in (WRITING, READING):  # in processes of their own: one imports for the other
+        done = data.run_python(f"{FINDING}{calls}\nprint(found)", tmp_path)
+        assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.parametrize("trajectory_format", ["arrow", "npy", "pt", "pkl"])

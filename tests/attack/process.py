@@ -193,6 +193,7 @@ class Process:
         self.rng = Random(papers.seed)
         self.note = papers.ring.note
         self.series: dict[str, list[dict[str, float]]] = {"living": [], "quiet": []}
+        self._looking = threading.Lock()  # one look has a file open that another one would count
         self._parent = parent
         self._counts: list[Counter[str]] = []  # of each thread its own
         self._own = threading.local()
@@ -393,11 +394,13 @@ class Process:
         return total
 
     def _figures(self) -> dict[str, float]:
-        status = Path("/proc/self/status").read_text()
+        with self._looking:
+            status = Path("/proc/self/status").read_text()
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            num_descriptors = len(os.listdir("/proc/self/fd"))
         values = dict(line.split(":", 1) for line in status.splitlines())
-        maps = Path("/proc/self/maps").read_text().splitlines()
         return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": num_descriptors,
             "threads": int(values["Threads"]),
             "mappings": len(maps),
             "mappings of removed files": sum(line.endswith("(deleted)") for line in maps),
