@@ -789,14 +789,15 @@ class WriterLock:
         file is made our own. LockedError where another writer has got in: then it is lost, and the
         next call tries again.
         """
-        for _ in range(_MAX_CHANGES):
-            names = num_names(self._path, self._identity)
-            if names == 1 or (names and self._soft is not None):
-                return
-            if self._soft is not None:
-                break
-            self._take(self._replaced() if names else self._acquired())
-        raise locked(self._path)
+        with naming(self._path):
+            for _ in range(_MAX_CHANGES):
+                names = num_names(self._path, self._identity)
+                if names == 1 or (names and self._soft is not None):
+                    return
+                if self._soft is not None:
+                    break
+                self._take(self._replaced() if names else self._acquired())
+            raise locked(self._path)
 
     def release(self) -> None:
         """Let it go. To do so again does nothing."""

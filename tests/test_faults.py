@@ -115,7 +115,7 @@ class Faults:
                 return real(fd, memoryview(data)[: len(data) // 2], *offset)
             if name == "close":  # Linux closes a descriptor even where it says that it failed
                 real(*arguments, **options)
-            where = arguments[:1] if arguments and isinstance(arguments[0], str) else ()
+            where = [argument for argument in arguments if isinstance(argument, str)][:1]
             raise OSError(self.code, os.strerror(self.code), *where)
 
         return function
