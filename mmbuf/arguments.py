@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-# Now, and not when it is first asked for: an interrupt within an import may leave its lock held.
 from numpy.random import SeedSequence
 
 _BOUND = 1 << 63  # of what NumPy counts in

@@ -34,9 +34,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-# Now, and not by the first `numpy.unique`: an interrupt within an import may leave its lock held.
-import numpy.ma
-
 from mmbuf import shield, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError

@@ -27,6 +27,10 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+# Now, and not when NumPy first needs them: an interrupt within an import may leave its lock held.
+import numpy.ma
+import numpy.random  # noqa: F401
+
 from mmbuf.errors import MmbufError
 
 _T = TypeVar("_T")

@@ -373,11 +373,16 @@ WRITING = """
         sample(buffer)
         buffer.save_checkpoint(path + " saved")
         buffer.load_checkpoint(path + " saved")
+        with mmbuf.ReplayReader(path) as reader:
+            reader.sample(8)
+            reader.get_trajectory(0)
+        buffer.clear()
+        buffer.add_trajectories([item] * 3)
 """
 READING = """
     with mmbuf.ReplayReader(path) as reader:
         sample(reader)
-        reader.get_trajectory(0)
+        reader.get_trajectory(reader.trajectory_ids[0])
         reader.refresh()
 """
 
