@@ -844,7 +844,6 @@ class WriterLock:
                 is_final = _is_marked(fd) is True and os.fstat(fd).st_nlink == 1
             except OSError as error:
                 if error.errno != errno.ENOSYS:
-                    _name(error, self._path)
                     raise
                 self._acquire_softly(fd)
                 return None
@@ -865,8 +864,7 @@ class WriterLock:
                 raise OSError(errno.EAGAIN, "a new file is locked by another", name)
             _say_who(fd)
             os.rename(name, self._path)
-        except BaseException as error:
-            _name(error, self._path)
+        except BaseException:
             _close_after_reading(fd)
             with suppress(OSError):
                 unlink(name)
