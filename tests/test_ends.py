@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -198,21 +197,14 @@ def test_what_is_written_while_a_buffer_gives_up_is_not_told_as_lost(
     halt = Halt(monkeypatch, storage, "write", lambda *_: True)
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
     halt.run(lambda: buffer.add_trajectories([ITEM] * 3))
-    is_stopping = threading.Event()
+    writing = threading.Timer(0.2, halt.result)
     stop = TrajectoryWriter.stop
 
-    def watched_stop(self: TrajectoryWriter, *arguments: Any, **options: Any) -> Any:
-        is_stopping.set()
-        return stop(self, *arguments, **options)
+    def stop_and_write(self: TrajectoryWriter, *, wait: bool) -> int:
+        writing.start()  # not before, however long it takes to get here
+        return stop(self, wait=wait)
 
-    def write() -> None:
-        assert is_stopping.wait(20)
-        time.sleep(0.2)
-        halt.result()
-
-    monkeypatch.setattr(TrajectoryWriter, "stop", watched_stop)
-    writing = threading.Thread(target=write)
-    writing.start()
+    monkeypatch.setattr(TrajectoryWriter, "stop", stop_and_write)
     buffer.close(wait=False)
     writing.join()
     assert stored_ids(tmp_path) == [0]
