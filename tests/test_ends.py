@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from data import Halt, names_of
+from data import names_of
 from interrupts import storm
 
 from mmbuf import LockedError, ReplayReader, TrajectoryReplayBuffer, WriteError, files, storage
@@ -194,10 +195,20 @@ def test_an_interrupt_of_who_writes_without_any_thread_is_no_failure_of_the_writ
 def test_what_is_written_while_a_buffer_gives_up_is_not_told_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    halt = Halt(monkeypatch, storage, "write", lambda *_: True)
+    is_written = threading.Event()
+    is_writing = threading.Event()
+    really = storage.write
+
+    def write(*arguments: Any) -> Any:
+        is_writing.set()
+        assert is_written.wait(10)
+        return really(*arguments)
+
+    monkeypatch.setattr(storage, "write", write)
     buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
-    halt.run(lambda: buffer.add_trajectories([ITEM] * 3))
-    writing = threading.Timer(0.2, halt.result)
+    buffer.add_trajectories([ITEM] * 3)
+    assert is_writing.wait(10)
+    writing = threading.Timer(0.2, is_written.set)
     stop = TrajectoryWriter.stop
 
     def stop_and_write(self: TrajectoryWriter, *, wait: bool) -> int:
@@ -206,7 +217,6 @@ def test_what_is_written_while_a_buffer_gives_up_is_not_told_as_lost(
 
     monkeypatch.setattr(TrajectoryWriter, "stop", stop_and_write)
     buffer.close(wait=False)
-    writing.join()
     assert stored_ids(tmp_path) == [0]
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}: closed with 2 trajectories not written."
