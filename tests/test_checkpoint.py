@@ -1742,7 +1742,7 @@ def test_a_name_in_a_store_never_is_that_of_another_trajectory(tmp_path: Path, f
     assert sorted(name for name in owners if name.count(".") == 1) == plain
 
 
-def test_a_load_that_is_interrupted_formers_line_leaves_no_file_behind(
+def test_a_load_that_is_interrupted_before_its_line_leaves_no_file_behind(
     live: Path, path: Path
 ) -> None:
     with TrajectoryReplayBuffer() as buffer:
