@@ -13,6 +13,7 @@ prepared as an iterator (``map``) and called by unpacking it.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import math
 import threading
@@ -41,6 +42,7 @@ from mmbuf.sampling import Sampler
 _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
 _JOIN_S = 0.05  # longer than a draw takes as a rule
+_EXIT_S = 10.0  # longer than a draw takes on a slow machine
 _RECHECK_S = 1.0
 
 
@@ -131,8 +133,7 @@ class ReplayBufferDataset(IterableDataset[Batch]):
 
     def _draw_ahead(self, feed: _Feed) -> None:
         if feed.start(self):
-            # At exit too: a thread that the interpreter ends within torch takes the process along.
-            weakref.finalize(self, feed.close)
+            weakref.finalize(self, feed.close).atexit = False
 
     def _next(self) -> Batch | None:
         return self._own_feed().next()
@@ -270,7 +271,8 @@ class _Feed:
             thread = threading.Thread(target=self._draw_ahead, name="mmbuf-prefetch", daemon=True)
             thread.start()
             self._thread = thread
-            return True
+        _STARTED.add(self)
+        return True
 
     def next(self) -> Batch | None:
         """The next batch, None once closed; or raises what drawing it has raised."""
@@ -497,9 +499,27 @@ class _Feed:
         self._drawn, self._batches = [], deque()
         self._error = None  # its traceback holds the buffers
         self._asked.put(None)
+        self.join(_JOIN_S)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait so long for the end of the thread, in another one."""
         thread = self._thread
         if thread is not None and thread.ident != threading.get_ident():
-            thread.join(_JOIN_S)
+            thread.join(timeout_s)
+
+
+_STARTED: weakref.WeakSet[_Feed] = weakref.WeakSet()  # those whose thread is there, or was
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Before the interpreter does: a thread that it ends within torch takes the process along."""
+    deadline_s = time.monotonic() + _EXIT_S
+    feeds = list(_STARTED)
+    for feed in feeds:
+        feed.close()
+    for feed in feeds:
+        feed.join(max(deadline_s - time.monotonic(), 0.0))
 
 
 def _of_all(parts: Sequence[_Part]) -> Batch:

@@ -3048,11 +3048,11 @@ def rlinf_directory(directory: Path, form: str, *numbers: int) -> Path:
     index = {}
     for i, number in enumerate(numbers):
         fields = trajectory(number)
-        with open(directory / f"trajectory_{i}_w.{form}", "wb") as file:
-            if form == "pt":
-                torch.save(fields, file)
-            else:
-                pickle.dump(fields, file, protocol=4)
+        path = directory / f"trajectory_{i}_w.{form}"
+        if form == "pt":
+            torch.save(fields, path)
+        else:  # of one length, though torch writes addresses: what follows a pickle is not read
+            path.write_bytes(pickle.dumps(fields, protocol=4).ljust(1 << 16, b"\0"))
         facts = [N, i, 0, list(fields["rewards"].shape), "w"]
         index[i] = dict(zip(RLINF_KEYS, facts, strict=True))
     listed = {"trajectory_index": index, "trajectory_id_list": list(index)}

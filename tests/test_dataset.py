@@ -579,6 +579,34 @@ def test_an_interpreter_that_exits_ends_the_threads_and_says_nothing() -> None:
     assert result.stdout == "MainThread mmbuf-prefetch mmbuf-prefetch\nMainThread\n"
 
 
+SLOW_AT_EXIT = """
+import sys, threading
+
+import torch
+from mmbuf import TrajectoryReplayBuffer
+from mmbuf.dataset import PreloadReplayBufferDataset
+
+class Slow(TrajectoryReplayBuffer):
+    def sample(self, num_chunks, **options):
+        if threading.current_thread().name == "mmbuf-prefetch":
+            torch.rand(16_000_000).sort()  # most of a second, without the interpreter's lock
+        return super().sample(num_chunks, **options)
+
+buffer = Slow(0)
+buffer.add_trajectories([{"x": torch.zeros(50, 8, 64)}])
+dataset = PreloadReplayBufferDataset(buffer, None, 256, 1, 0)
+next(iter(dataset))
+if sys.argv[1] == "closed":
+    dataset.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["open", "closed"])
+def test_an_interpreter_that_exits_within_a_slow_draw_does_not_abort(how: str) -> None:
+    result = run_python(SLOW_AT_EXIT, how)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_the_collector_may_close_in_the_midst_of_a_change(made: Made) -> None:
     dataset = PreloadReplayBufferDataset(made(0), None, 4, 1, 0)
     thread = thread_of(dataset)
