@@ -7,7 +7,7 @@ returns  the return of each episode, from `Tables.episodes`
 
 each in at most 1/50 of the time of loading all, with less than 200 MB of memory above what the
 process had before, and reading nothing but the columns used, the index and the head of each file,
-its first 4 KiB, by which it is known (returns: rewards and dones).
+by which it is known: what is before its columns, at least 4 KiB (returns: rewards and dones).
 
 A store is opened anew for each answer; the trajectories are in the page cache, or not at all
 ("cold": the disk reads whole pages). `torch.load` reads 100 files, one after the other, and its
@@ -33,7 +33,7 @@ import torch
 from bench_checkpoint import drop_from_page_cache, share_in_page_cache, sync
 from timing import Bar, Case, Row, UnequalError, clock
 
-from mmbuf import TrajectoryReplayBuffer
+from mmbuf import ReplayReader, TrajectoryReplayBuffer
 from mmbuf.analysis import Tables
 
 CASES = ("means", "returns")
@@ -41,7 +41,7 @@ SHAPE = (25, 4)
 NUM_ROWS = SHAPE[0] * SHAPE[1]
 DONES = ("dones",)
 USED = {"means": (peers.ROW_NUMBER,), "returns": (peers.ROW_NUMBER, DONES)}
-HEAD_BYTES = 4 << 10
+LEAST_HEAD_BYTES = 4 << 10
 
 Answer = Callable[[], np.ndarray]
 Trajectory = dict[str, Any]
@@ -78,6 +78,13 @@ class Stored:
 
     def saved_at(self, position: int) -> Path:
         return self.saved / f"trajectory_{position}.pt"
+
+    def heads_bytes(self) -> int:
+        """Of all files: what is before their columns, but what is read of each at once at least."""
+        with ReplayReader(self.store) as reader:
+            entries = map(reader.get_entry, reader.trajectory_ids)
+            heads = [min(part.offset for part in entry.parts) for entry in entries]
+        return sum(max(LEAST_HEAD_BYTES, head) for head in heads)
 
     def used_bytes(self, name: str) -> int:
         """Of all columns that the answer needs."""
@@ -220,7 +227,7 @@ def ask(
         rows += found
         ratios.append(timing.ratio_bar(found, found[0].name, 1 / 50, f"torch.load, {state}"))
     of_mmbuf = costs["mmbuf"]
-    heads_bytes = stored.num_trajectories * HEAD_BYTES
+    heads_bytes = stored.heads_bytes()
     used_bytes = stored.used_bytes(name)
     asked_bytes = max(cost.asked_bytes for cost in of_mmbuf)
     other_bytes = asked_bytes - journal_bytes - heads_bytes - used_bytes

@@ -601,8 +601,7 @@ class _Head:
 
     def _read_to(self, stop: int) -> None:
         if len(self._data) < stop <= self._size:
-            more = max(stop, min(2 * len(self._data), self._size)) - len(self._data)
-            self._data += files.read_at(self._fd, more, len(self._data))
+            self._data += files.read_at(self._fd, stop - len(self._data), len(self._data))
         if not 0 <= stop <= len(self._data):
             raise ValueError(f"a head of {stop} bytes")
 
