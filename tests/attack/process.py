@@ -29,7 +29,7 @@ from attack.board import Ring, Slot
 from mmbuf import vm
 
 PATIENCE_S = 30.0  # for one call
-_SETTLING_S = 5.0  # of threads that end and finalizers that run
+_SETTLING_S = 20.0  # of threads that write what is left and end, on a slow machine
 _RECORD_S = 0.5
 _EXPOSED = 0.5  # of the main thread's calls are open to signals
 _SOURCE = str(Path(mmbuf.__file__).parent)
@@ -412,7 +412,9 @@ class Process:
         """Nothing of the attack's directory is open, mapped or counted. No buffer may be open."""
         deadline = time.monotonic() + _SETTLING_S
         while left := self._left():
-            assert time.monotonic() < deadline, f"{when}, these are left: {left}"
+            if time.monotonic() > deadline:
+                faulthandler.dump_traceback(self._stacks)
+                raise AssertionError(f"{when}, these are left: {left}")
             gc.collect()
             time.sleep(0.01)
         gc.collect()
