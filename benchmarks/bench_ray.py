@@ -37,17 +37,18 @@ from mmbuf.ray import RayReplayBuffer
 CASES = ("state", "images", "add-state", "add-images")
 BUDGET_S = 40.0
 LOOP = 10  # calls in a row, as in a training loop: a handle asks for news every 50 ms
-STORE_BYTES = 1 << 30  # the shared memory of each node
+STORE_BYTES = 1 << 30  # the shared memory of each node: no batch has to go to the disk
+ANY_DISK = {"local_fs_capacity_threshold": 1.0}  # so how full it is may decide nothing
 
 
 @contextmanager
-def cluster(is_tiny: bool) -> Iterator[list[str]]:
+def cluster() -> Iterator[list[str]]:
     """Three nodes; their ids, that of this process first."""
-    memory = STORE_BYTES // (8 if is_tiny else 1)
-    head = {"num_cpus": 1, "object_store_memory": memory, "include_dashboard": False}
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
+    head = {**node, "include_dashboard": False, "_system_config": ANY_DISK}
     nodes = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
-        nodes.add_node(num_cpus=1, object_store_memory=memory)
+        nodes.add_node(**node)
     ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
     own = ray.get_runtime_context().get_node_id()
     try:
@@ -101,7 +102,7 @@ def sample_rows(name: str, directory: Path, *, has_images: bool, is_tiny: bool) 
     num_trajectories = (20 if has_images else 100) // (10 if is_tiny else 1)
     data = peers.make_data(num_trajectories * shape[0] * shape[1], has_images=has_images)
     trajectories = peers.trajectories_of(data, *shape)
-    with cluster(is_tiny) as (own, other, _):
+    with cluster() as (own, other, _):
         shards = {
             "own store": Sharded(directory / "a", own),
             "actor, same node": Sharded(directory / "b", own, by_actor=True),
@@ -163,7 +164,7 @@ def add_one(name: str, directory: Path, *, has_images: bool, is_tiny: bool) -> C
     data = peers.make_data(shape[0] * shape[1], has_images=has_images)
     (trajectory,) = peers.trajectories_of(data, *shape)
     arrays = peers.nest(data)
-    with cluster(is_tiny) as (own, other, _):
+    with cluster() as (own, other, _):
         local = peers.Mmbuf(data, shape, directory / "local")
         shards = {
             "same node": Sharded(directory / "a", own),

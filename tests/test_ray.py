@@ -150,13 +150,14 @@ def test_updates_may_come_late_twice_and_of_an_epoch_that_is_over() -> None:
 def cluster() -> Iterator[Cluster]:
     """Three nodes of one CPU; tests and data can be imported on them."""
     quick = {"health_check_period_ms": 300, "health_check_failure_threshold": 3}
+    any_disk = {"local_fs_capacity_threshold": 1.0}  # objects may spill however full it is
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 1,
             "object_store_memory": MEMORY,
             "include_dashboard": False,
-            "_system_config": quick,
+            "_system_config": quick | any_disk,
         },
     )
     for _ in range(2):
