@@ -102,6 +102,7 @@ def test_info_counts_what_is_there(tmp_path: Path, trajectory_format: str) -> No
         "num_rows": 18,
         "num_episodes": 6,
         "size_bytes": sum(files.size_of(str(f)) for f in path.glob("trajectory_?_*")),
+        "disk_bytes": sum(files.disk_bytes_of(str(f)) for f in path.glob("trajectory_?_*")),
         "formats": {trajectory_format: 3},
         "versions": {"v0": 2, "v1": 1},
         "writers": {},

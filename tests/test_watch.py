@@ -21,6 +21,7 @@ import pytest
 import torch
 from children import Child, Parent
 from data import opened
+from rich.filesize import decimal
 from typer.testing import CliRunner
 
 import mmbuf
@@ -116,6 +117,7 @@ def test_once_says_what_is_there(tmp_path: Path, trajectory_format: str) -> None
         "adds_per_s": 0.3,
         "rows_per_s": 1.8,
         "window": {"num_trajectories": 2, "num_rows": 12},
+        "size_bytes": sum(files.size_of(str(f)) for f in path.glob("trajectory_?_*")),
         "disk_bytes": sum(files.disk_bytes_of(str(f)) for f in path.glob("trajectory_?_*")),
         "version": "v2",
         "returns": [1, 2, 2, 4, 3, 6],
@@ -123,12 +125,35 @@ def test_once_says_what_is_there(tmp_path: Path, trajectory_format: str) -> None
     }
 
 
+def test_info_and_watch_show_the_same_length_and_space_taken(tmp_path: Path) -> None:
+    path = store(tmp_path / "store", 0, 3)
+    names = [str(file) for file in path.glob("trajectory_?_*")]
+    length, taken = (
+        decimal(sum(map(size, names))) for size in (files.size_of, files.disk_bytes_of)
+    )
+    assert length != taken
+    told = CliRunner().invoke(cli.app, ["info", str(path)]).stdout
+    assert f"\nlength        {length} of files\nspace taken   {taken} on the disk\n" in told
+    text = run(path, "--once")
+    assert re.search(rf"│ length +│ +{length} │ of the files of 1 store +│", text)
+    assert re.search(rf"│ space taken +│ +{taken} │ on the disk +│", text)
+
+
 def test_once_shows_one_screen(tmp_path: Path) -> None:
     text = run(store(tmp_path / "store", 0, 3), "--once")
     lines = [line[1:-1].split("│") for line in text.splitlines() if line.startswith("│")]
     cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
     assert list(cells) == [
-        *("trajectories", "rows", "window", "disk", "last add", "return", "written by"),
+        *(
+            "trajectories",
+            "rows",
+            "window",
+            "length",
+            "space taken",
+            "last add",
+            "return",
+            "written by",
+        ),
     ]
     assert cells["trajectories"] == ["3", "0.3 a second"]
     assert cells["rows"] == ["18", "2 a second"]

@@ -16,6 +16,7 @@ from rich.table import Table as Grid
 
 from mmbuf import files
 from mmbuf.analysis import Tables
+from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, MmbufError
 from mmbuf.terminal import printable
 
@@ -57,6 +58,14 @@ def writer_of(directory: str) -> dict[str, Any] | None:
         return None
     pid, host = files.last_holder(path) or (None, None)
     return {"pid": pid, "host": host} if is_held else None
+
+
+def disk_bytes_of(entry: Entry, directory: str) -> int:
+    """Bytes that a trajectory's file takes on the disk; 0 where it cannot be told."""
+    try:
+        return files.disk_bytes_of(files.join(directory, entry.file))
+    except (CorruptError, OSError):  # removed meanwhile; or for `mmbuf verify` to name
+        return 0
 
 
 class QueryError(MmbufError):

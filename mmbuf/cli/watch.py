@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from mmbuf import files, storage
 from mmbuf.analysis.episodes import OPEN, Episodes, has_flags
 from mmbuf.analysis.rows import TrajectoryRows
-from mmbuf.cli.screen import AsJson, Paths, console, show_json, told, writer_of
+from mmbuf.cli.screen import AsJson, Paths, console, disk_bytes_of, show_json, told, writer_of
 from mmbuf.errors import CorruptError
 from mmbuf.stores import Stores
 from mmbuf.terminal import printable
@@ -104,6 +104,7 @@ class Followed:
                 "num_rows": sum(entry.num_samples for entry in window),
                 "age_s": _age_of(window[0].added_at, now) if window else None,
             },
+            "size_bytes": sum(entry.size_bytes for entry in entries),
             "disk_bytes": sum(self._disk_bytes.values()),
             "last_add_age_s": _age_of(newest.added_at, now) if newest else None,
             "version": newest.model_weights_id if newest else None,
@@ -126,7 +127,7 @@ class Followed:
             storage.check_entries(self._stores.schema, come)
         for key, item in news.come.items():
             self._items[key] = item
-            self._disk_bytes[key] = _disk_bytes_of(item)
+            self._disk_bytes[key] = disk_bytes_of(*item[1:])
         if news.is_late and not self._stores.is_single:
             self._items = dict(sorted(self._items.items(), key=lambda pair: pair[1][1].added_at))
         news.gone.clear()
@@ -182,14 +183,6 @@ def _age_of(added_at: float, now: float) -> float | None:
     return max(0.0, now - added_at) if added_at else None
 
 
-def _disk_bytes_of(item: Item) -> int:
-    _, entry, directory = item
-    try:
-        return files.disk_bytes_of(files.join(directory, entry.file))
-    except (FileNotFoundError, CorruptError):
-        return 0  # removed meanwhile: soon it will be told; or for `mmbuf verify` to name
-
-
 def _grid_of(facts: dict[str, Any]) -> Grid:
     window, returns = facts["window"], facts["returns"]
     writers = [printable(f"process {w['pid']} on {w['host']}") for w in facts["writers"].values()]
@@ -207,7 +200,8 @@ def _grid_of(facts: dict[str, Any]) -> Grid:
             f"{window['num_trajectories']:,}",
             f"{window['num_rows']:,} rows, the oldest added {_told_age(window['age_s'])}",
         ),
-        ("disk", decimal(facts["disk_bytes"]), f"in {stores}"),
+        ("length", decimal(facts["size_bytes"]), f"of the files of {stores}"),
+        ("space taken", decimal(facts["disk_bytes"]), "on the disk"),
         ("last add", _told_age(facts["last_add_age_s"]), f"version {version}"),
         (
             "return",
