@@ -566,6 +566,13 @@ def opened_file(path: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def readable(path: str) -> Iterator[BinaryIO]:
+    """A file of others that a caller names, as a file object: links are followed."""
+    with open(path, "rb") as file:
+        yield file
+
+
+@contextmanager
 def opened_directory(path: str) -> Iterator[int]:
     """A directory, for `opened_in`: what is opened there is of this one, whatever has its name."""
     try:

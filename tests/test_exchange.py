@@ -281,7 +281,11 @@ def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_an_episode_of_robomimic_is_a_trajectory(tmp_path: Path) -> None:
     episodes, path = robomimic(tmp_path / "low_dim.hdf5"), tmp_path / "store"
     ran = run("import", tmp_path / "low_dim.hdf5", path, "--from", "hdf5", "--json")
-    assert json.loads(ran.stdout) == {"num_trajectories": 12, "num_rows": sum(range(2, 14))}
+    assert json.loads(ran.stdout) == {
+        "num_trajectories": 12,
+        "num_rows": sum(range(2, 14)),
+        "left_out": {},
+    }
     for found, episode in zip(stored(path), episodes, strict=True):
         check_equal(found, episode)
 
@@ -395,7 +399,11 @@ def test_an_episode_of_minari_is_a_trajectory_with_its_last_observation(tmp_path
     for source in (tmp_path, tmp_path / "data"):
         path = tmp_path / f"of {source.name}"
         ran = run("import", source, path, "--from", "minari", "--json")
-        assert json.loads(ran.stdout) == {"num_trajectories": 3, "num_rows": 9}
+        assert json.loads(ran.stdout) == {
+            "num_trajectories": 3,
+            "num_rows": 9,
+            "left_out": {},
+        }
         for found, episode in zip(stored(path), expected, strict=True):
             check_equal(found, episode)
 
@@ -409,16 +417,19 @@ def test_episodes_that_differ_leave_no_store(
     found = mistake(
         monkeypatch, "import", tmp_path / "file.hdf5", tmp_path / "store", "--from", "hdf5"
     )
-    assert found.startswith("mmbuf: episode 10: column 'rewards': expected")
+    assert found == (
+        f"mmbuf: {tmp_path}/file.hdf5: 'rewards': data/demo_10 has none. "
+        "Leave it out: --skip rewards"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["file.hdf5"]
 
 
 @pytest.mark.parametrize(
     ("source", "kind", "message"),
     [
-        ("none", "hdf5", "No such file or directory"),
-        ("text", "hdf5", "file signature not found"),
-        ("other", "hdf5", r"other: expected data/demo_0 and so on \(robomimic\), or"),
+        ("none", "hdf5", "none: expected an HDF5 file or a directory of such, got none"),
+        ("text", "hdf5", "text: expected an HDF5 file, got one of another kind"),
+        ("other", "hdf5", r"other: expected data/demo_0 and so on \(robomimic, Isaac Lab\), "),
         ("none", "minari", "none: expected a Minari data set, got none"),
         ("other", "csv", "--from: expected one of hdf5, minari, got 'csv'"),
     ],

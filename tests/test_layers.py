@@ -88,6 +88,7 @@ RANKS = {
     "exchange.parquet": 12,
     "exchange.hf": 12,
     "exchange.episodes": 12,
+    "exchange.layouts": 3,
     "exchange.hdf5": 13,
     "exchange.minari": 13,
     "ray.wire": 3,

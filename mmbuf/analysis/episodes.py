@@ -10,15 +10,17 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
+import pyarrow as pa
 
 from mmbuf.analysis.rows import Rows
 from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS, end_flags
-from mmbuf.schema import Array, Path, Schema
+from mmbuf.schema import Array, Column, Path, Schema
 
 TERMINATION, TRUNCATION, DONE, OPEN = "termination", "truncation", "done", "open"
 
 REWARDS: Path = ("rewards",)
 SUCCESS = "is_success"  # the last key of its path
+FACTS = "episode"  # the first key of columns that have one value for each episode
 
 
 def success_path(schema: Schema | None) -> Path | None:
@@ -31,6 +33,12 @@ def end_paths(schema: Schema | None) -> list[Path]:
     """The columns that say where an episode ends."""
     columns = () if schema is None else schema.columns
     return end_flags({column.path for column in columns if not column.is_text})
+
+
+def fact_columns(schema: Schema | None) -> list[Column]:
+    """The columns that have one value for each episode, the same in all of its rows."""
+    columns = () if schema is None else schema.columns
+    return [c for c in columns if c.path[0] == FACTS and len(c.path) > 1 and c.row_bytes]
 
 
 def has_flags(schema: Schema) -> bool:
@@ -112,6 +120,11 @@ class Episodes:
     def owners(self) -> Array:
         """The place of the trajectory of each among the entries of the rows."""
         return self.rows.owners[self._first_rows]
+
+    def firsts(self, path: Path) -> pa.Array:
+        """What a column holds in the first row of each, as Arrow."""
+        position = [column.path for column in self.rows.schema.columns].index(path)
+        return self.rows.array(position).take(self._first_rows)
 
     @cached_property
     def envs(self) -> Array:

@@ -12,6 +12,7 @@ They join by ``uuid``, ``env`` and ``episode``; in one store also by ``trajector
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from mmbuf import arguments, storage, vm
-from mmbuf.analysis.episodes import REWARDS, Episodes, end_paths, success_path
+from mmbuf.analysis.episodes import REWARDS, Episodes, end_paths, fact_columns, success_path
 from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
 from mmbuf.entry import Entry
@@ -159,7 +160,9 @@ class Tables:
         ``end_step`` (half-open) and ``length``; ``episode_return``, the sum of all ``rewards``,
         null where there are none; ``ended_by``: "termination", "truncation", "open" at the
         trajectory's end, or "done" where the flags do not say which. ``is_success``: whether the
-        column of that name is set in any step, where there is one. Batches as those of `steps`.
+        column of that name is set in any step, where there is one. Columns of the store below
+        ``episode`` (seed, initial state, ...) have one value for each: that of its first row, under
+        the name below ``episode``, or ``name_``. Batches as those of `steps`.
         """
         columns = self._identity(lambda of: of.owners) | {
             "env": _Column(pa.int32(), lambda of: of.envs),
@@ -173,7 +176,16 @@ class Tables:
         success = success_path(self.schema)
         if success is not None:
             columns["is_success"] = _Column(pa.bool_(), lambda of: of.successes, [success])
-        return self._table(columns, (), end_paths(self.schema))
+        wide = []
+        for column in fact_columns(self.schema):
+            path = column.path
+            name = dataclasses.replace(column, path=path[1:]).name
+            while name in columns:
+                name += "_"
+            columns[name] = _Column(field_of(column).type, partial(_first, path), [path])
+            if is_wide(column):
+                wide.append(name)
+        return self._table(columns, wide, end_paths(self.schema))
 
     @property
     def trajectories(self) -> Table:
@@ -357,6 +369,10 @@ def _together(items: Iterable[Item], max_rows: int) -> Iterator[list[tuple[int, 
 
 def _array(position: int, of: Episodes) -> pa.Array:
     return of.rows.array(position)
+
+
+def _first(path: Path, of: Episodes) -> pa.Array:
+    return of.firsts(path)
 
 
 def _returns(of: Episodes) -> Any:

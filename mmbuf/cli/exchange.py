@@ -59,20 +59,37 @@ def export(
 
 def import_(
     source: Annotated[
-        Path, typer.Argument(help="A file of robomimic's or D4RL's, a directory of Minari's.")
+        Path,
+        typer.Argument(
+            help="A file of robomimic's, Isaac Lab's, ManiSkill's, ALOHA's or D4RL's, or a "
+            "directory of such; a data set's directory of Minari's."
+        ),
     ],
     path: Annotated[Path, typer.Argument(help="A new path or an empty directory.")],
     kind: Annotated[str, typer.Option("--from", metavar="KIND", help=f"{', '.join(IMPORTS)}.")],
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", metavar="NAME", help="Leave this out, and what is below it."),
+    ] = None,
+    filter_key: Annotated[
+        str | None,
+        typer.Option("--filter-key", metavar="NAME", help="Only the episodes of mask/NAME (hdf5)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a new store of other tools' episodes, each a trajectory of one environment."""
     _check("--from", kind, IMPORTS)
+    options = {} if filter_key is None else {"filter_key": filter_key}
+    if options and kind != "hdf5":
+        raise MmbufError(f"--filter-key: expected --from hdf5 with it, got --from {kind}.")
     with shown("importing") as show:
-        imported = IMPORTS[kind](source, path, on_progress=show)
+        imported = IMPORTS[kind](source, path, skip=skip or (), on_progress=show, **options)
     if as_json:
         show_json(dataclasses.asdict(imported))
         return
     say(f"{path}: {imported.num_trajectories:,} trajectories, {imported.num_rows:,} rows")
+    for name, why in imported.left_out.items():
+        say(f"left out: {name}: {why}")
 
 
 def _check(option: str, kind: str, known: Iterable[str]) -> None:
