@@ -19,7 +19,7 @@ from mmbuf.writer import MAX_PENDING_BYTES
 _LOW_DISK_BYTES = 1 << 30
 _LARGEST_PAGE = 16 << 10  # the columns of our files begin on multiples of it
 _NUM_FILES = 64  # open at once at most, however many trajectories there are
-_PACKAGES = ("mmbuf", "numpy", "pyarrow", "torch", "filelock")
+_PACKAGES = ("mmbuf", "numpy", "pyarrow", "torch")
 _NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs"),
     *("fuse.sshfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb2", "smb3", "smbfs"),

@@ -8,6 +8,7 @@
     ├── CorruptError                     bytes on disk are wrong; .path, .offset
     ├── VersionError                     written by a newer mmbuf
     ├── LockedError                      another writer holds the store; .pid, .host
+    ├── NoLocksError                     the file system has no locks: nobody can be its one writer
     ├── WriteError       (OSError)       the background write failed; the cause is chained
     └── ClosedError      (ValueError)    used after close
 
@@ -70,6 +71,10 @@ class LockedError(MmbufError):
         super().__init__(message)
         self.pid = pid
         self.host = host
+
+
+class NoLocksError(MmbufError):
+    """The file system locks no files, so that two writers could not know of each other."""
 
 
 class WriteError(MmbufError, OSError):

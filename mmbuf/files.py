@@ -4,6 +4,10 @@ All functions raise OSError as the operating system gives it, with the path wher
 is opened, measured, linked, copied or synced is a file itself: a symbolic link, which may lead out
 of the store, a pipe, a socket or a device in its place is a CorruptError, and is not opened. They
 are called as ``files.function`` throughout, so that a test can put another disk in their place.
+
+Locks are those of ``flock``, taken here and by no package: what they lock is free when its process
+has ended, however it ended. A lock that is the mere presence of a file, as packages have it where
+there is no ``flock``, outlives a killed process and is nobody's then; `NoLocksError` instead.
 """
 
 from __future__ import annotations
@@ -24,9 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
-import filelock
-
-from mmbuf.errors import BAD_JSON, CorruptError, LockedError
+from mmbuf.errors import BAD_JSON, CorruptError, LockedError, NoLocksError
 
 WRITER_LOCK = ".writer.lock"  # in a store; held by its one writer
 
@@ -35,6 +37,9 @@ _MADE_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)  # as `tempo
 _MAX_NAME_BYTES = 200  # of the 255 that file systems allow: room for the id and a temporary's marks
 # What link answers where there are none: other file systems, some network and FAT ones, too many.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
+# What flock answers where there are no locks: FUSE and Lustre without them, NFS without its lock
+# daemon; 524 is ENOTSUPP, the kernel's own, that some file systems let out.
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, 524)
 _COPY_BYTES = 8 << 20
 _PATIENCE_S = 1.0  # with who holds a writer's lock for a moment only
 _MAX_CHANGES = 100  # of a lock's file while it is taken
@@ -773,14 +778,14 @@ class WriterLock:
     A file with other names is that of another store too: of a copy by hard links. It is not written
     to but replaced by one of our own, so that the two stores do not lock each other.
 
-    LockedError where another writer holds it, CorruptError where ``path`` is no file.
+    LockedError where another writer holds it, NoLocksError where the file system has no locks,
+    CorruptError where ``path`` is no file.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptors: list[int] = []  # the one that is locked; none where files are not
+        self._descriptors: list[int] = []  # the one that is locked
         self._identity = _NO_FILE  # of the file
-        self._soft: filelock.BaseFileLock | None = None  # where files cannot be locked
         weakref.finalize(self, _let_go, self._descriptors).atexit = False
         _locks.add(self)
         try:
@@ -799,23 +804,19 @@ class WriterLock:
         with naming(self._path):
             for _ in range(_MAX_CHANGES):
                 names = num_names(self._path, self._identity)
-                if names == 1 or (names and self._soft is not None):
+                if names == 1:
                     return
-                if self._soft is not None:
-                    break
                 self._take(self._replaced() if names else self._acquired())
             raise locked(self._path)
 
     def release(self) -> None:
         """Let it go. To do so again does nothing."""
         _let_go(self._descriptors)
-        if self._soft is not None:
-            self._soft.release()
 
     def remove(self) -> None:
         """Let it go, and its file with it; while it is locked, so that it is nobody else's."""
         try:
-            if self._soft is None and num_names(self._path, self._identity):
+            if num_names(self._path, self._identity):
                 unlink(self._path)
         finally:
             self.release()
@@ -823,17 +824,18 @@ class WriterLock:
     def forget(self) -> None:
         """In a forked child: close what the parent has locked, which stays locked."""
         while self._descriptors:
-            _close_after_reading(self._descriptors.pop())
+            fd = self._descriptors.pop()
+            _held.pop(fd, None)
+            _close_after_reading(fd)
 
-    def _take(self, fd: int | None) -> None:
+    def _take(self, fd: int) -> None:
         """Go on with what is locked now, and let the former go."""
-        if fd is not None:
-            former = self._descriptors.copy()
-            self._descriptors[:] = [fd]
-            self._identity = identity(fd)
-            _let_go(former)
+        former = self._descriptors.copy()
+        self._descriptors[:] = [fd]
+        self._identity = _held[fd] = identity(fd)
+        _let_go(former)
 
-    def _acquired(self) -> int | None:
+    def _acquired(self) -> int:
         """The file of the name, locked."""
         deadline = time.monotonic() + _PATIENCE_S
         sleep_s = 0.001
@@ -841,7 +843,7 @@ class WriterLock:
             fd = _open(self._path, os.O_CREAT | os.O_RDWR)
             is_kept = False
             try:
-                if _lock(fd):
+                if _lock(fd, self._path):
                     if num_names(self._path, identity(fd)) == 1:
                         _say_who(fd)
                     is_kept = True
@@ -849,11 +851,6 @@ class WriterLock:
                 # A writer stays; not so whoever looks by locking it, and the writer of a store that
                 # shares the file with us will have one of its own.
                 is_final = _is_marked(fd) is True and os.fstat(fd).st_nlink == 1
-            except OSError as error:
-                if error.errno != errno.ENOSYS:
-                    raise
-                self._acquire_softly(fd)
-                return None
             finally:
                 if not is_kept:
                     _close_after_reading(fd)
@@ -867,7 +864,7 @@ class WriterLock:
         name = temporary(self._path)
         fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
-            if not _lock(fd):
+            if not _lock(fd, self._path):
                 raise OSError(errno.EAGAIN, "a new file is locked by another", name)
             _say_who(fd)
             os.rename(name, self._path)
@@ -878,26 +875,9 @@ class WriterLock:
             raise
         return fd
 
-    def _acquire_softly(self, fd: int) -> None:
-        """Where the system locks no files: that there is one is the lock, as far as it goes."""
-        if not length(fd):  # made by us: there was none
-            unlink(self._path)
-        # Any thread may release it: a buffer is often closed by another than opened it.
-        lock = filelock.FileLock(self._path, is_singleton=False, thread_local=False)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise locked(self._path) from None
-        self._soft = lock
-        fd = _open(self._path, os.O_RDWR)
-        try:
-            self._identity = identity(fd)
-            _say_who(fd)
-        finally:
-            _close_after_reading(fd)
-
 
 _locks: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+_held: dict[int, Identity] = {}  # the files that this process has locked, by descriptor
 
 
 def _forget_locks() -> None:
@@ -909,11 +889,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
 
 
-def _lock(fd: int) -> bool:
+def _lock(fd: int, path: str) -> bool:
     """Lock an open file as its writer; False where somebody else has done so."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if error.errno in _NO_FLOCK:
+            raise _no_locks(path, error) from error
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return False
@@ -926,6 +908,7 @@ def _let_go(descriptors: list[int]) -> None:
     """Unlock and close; a child that was forked meanwhile may have them open still."""
     while descriptors:
         fd = descriptors.pop()
+        _held.pop(fd, None)
         with suppress(OSError):
             _mark(fd, fcntl.F_UNLCK)
         with suppress(OSError):
@@ -1013,21 +996,40 @@ def is_running(pid: int, host: str) -> bool | None:
     return True
 
 
+def _no_locks(path: str, error: OSError) -> NoLocksError:
+    directory = os.path.dirname(path)
+    kind = file_system_of(directory) or "one"
+    return NoLocksError(
+        f"{directory}: expected a file system that locks files, got {kind} that does not "
+        f"({error.strerror}). Keep it on a local disk, or have it mounted with locks (Lustre: -o "
+        f"flock; NFS: version 4, or its lock daemon). Without them it can be read, by ReplayReader "
+        f"or load_checkpoint, and a checkpoint can be saved to a new path."
+    )
+
+
 def locked(path: str) -> LockedError:
     """The error that says who holds the lock on ``path``."""
     pid, host = last_holder(path) or (None, None)
-    who = f"process {pid} on {host}"
+    who = f"process {pid} on {host} holds the store"
     if pid is None:
-        who = "a process that has not yet said its name"
+        who = "a process that has not yet said its name holds the store"
     remedy = "Close that buffer, or read the store with ReplayReader."
     with suppress(OSError):
-        if os.lstat(path).st_nlink > 1:
+        status = os.lstat(path)
+        if status.st_nlink > 1:
             remedy = (
                 f"Or another one: {os.path.basename(path)} has more than one name, as in a copy by "
                 f"hard links; then its next add or flush sets this one free. {remedy}"
             )
+        elif Identity(status.st_dev, status.st_ino) in list(_held.values()):
+            who += ": this very process, by a buffer that is still open"
+            remedy = (
+                "Call that buffer's close() first, or make it in a with block: a notebook's cell "
+                "that is run again makes a second one while the first is there. One that has no "
+                "name any more may be kept by the last error's traceback."
+            )
     return LockedError(
-        f"{os.path.dirname(path)}: expected no other writer, but {who} holds the store. {remedy}",
+        f"{os.path.dirname(path)}: expected no other writer, but {who}. {remedy}",
         pid=pid,
         host=host,
     )

@@ -43,7 +43,14 @@ from typing import Any
 from mmbuf import files
 from mmbuf.arguments import text, whole
 from mmbuf.entry import MAX_NUMBER, Entry, Part, parts_from_json
-from mmbuf.errors import BAD_JSON, CorruptError, LockedError, MmbufError, VersionError
+from mmbuf.errors import (
+    BAD_JSON,
+    CorruptError,
+    LockedError,
+    MmbufError,
+    NoLocksError,
+    VersionError,
+)
 from mmbuf.schema import Schema
 
 JOURNAL = "journal.jsonl"
@@ -489,7 +496,7 @@ class TrajectoryIndex:
         if self._lock is not None:
             try:
                 self._lock.hold()
-            except (CorruptError, LockedError) as error:
+            except (CorruptError, LockedError, NoLocksError) as error:
                 raise OSError(f"the lock is lost: {str(error).rstrip('.')}") from error
         size = files.length(self._fd)
         if size < self._end or (size > self._end and not self._is_torn):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import pickle
@@ -49,11 +50,13 @@ from mmbuf import (
     CorruptError,
     EmptyBufferError,
     LockedError,
+    NoLocksError,
     ReplayReader,
     SchemaError,
     Trajectory,
     TrajectoryReplayBuffer,
     VersionError,
+    WriteError,
     files,
     index,
     storage,
@@ -1306,6 +1309,39 @@ def test_a_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
         assert (caught.value.pid, caught.value.host) == (os.getpid(), socket.gethostname())
         assert f"process {os.getpid()} on {socket.gethostname()} holds" in str(caught.value)
         assert set(row_ids(buffer.sample(800))) == all_ids(0, 1, 2)
+
+
+def test_a_cell_that_is_run_again_is_told_that_this_process_holds_the_store(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        fill(buffer)
+        with pytest.raises(LockedError, match=r"this very process.*Call that buffer's close\(\)"):
+            opened(tmp_path)
+    opened(tmp_path).close()
+
+
+def test_where_no_file_can_be_locked_there_is_no_writer_but_readers_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with opened(tmp_path / "store") as buffer:
+        fill(buffer)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        buffer.save_checkpoint(tmp_path / "new")
+        with pytest.raises(NoLocksError, match=f"^{tmp_path}/new: expected a file system that "):
+            buffer.save_checkpoint(tmp_path / "new")
+        os.unlink(tmp_path / "store" / files.WRITER_LOCK)  # so that it is taken anew
+        buffer.add_trajectories([trajectory(3)])
+        with pytest.raises(WriteError, match=r"the lock is lost: .* expected a file system that"):
+            buffer.flush()
+        monkeypatch.undo()
+        buffer.flush()
+        monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(NoLocksError, match=f"^{tmp_path}/store: expected a file system that lock"):
+        opened(tmp_path / "store")
+    with ReplayReader(tmp_path / "new") as reader, ReplayReader(tmp_path / "store") as live:
+        assert (len(reader), len(live)) == (3, 4)
 
 
 def test_a_second_writer_works_once_the_first_has_closed(tmp_path: Path) -> None:

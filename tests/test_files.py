@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import mmbuf
 from mmbuf import files
-from mmbuf.errors import CorruptError, LockedError
+from mmbuf.errors import CorruptError, LockedError, NoLocksError
 
 FORK = multiprocessing.get_context("fork")
 
@@ -504,11 +504,17 @@ def assert_locked_by(path: str, pid: int) -> None:
     with pytest.raises(LockedError) as error:
         files.WriterLock(path)
     assert (error.value.pid, error.value.host) == (pid, socket.gethostname())
-    assert str(error.value) == (
-        f"{os.path.dirname(path)}: expected no other writer, but process {pid} on "
-        f"{socket.gethostname()} holds the store. Close that buffer, or read the store with "
-        f"ReplayReader."
-    )
+    who = f"process {pid} on {socket.gethostname()} holds the store"
+    remedy = "Close that buffer, or read the store with ReplayReader."
+    if pid == os.getpid():
+        who += ": this very process, by a buffer that is still open"
+        remedy = (
+            "Call that buffer's close() first, or make it in a with block: a notebook's cell that "
+            "is run again makes a second one while the first is there. One that has no name any "
+            "more may be kept by the last error's traceback."
+        )
+    where = os.path.dirname(path)
+    assert str(error.value) == f"{where}: expected no other writer, but {who}. {remedy}"
 
 
 def test_a_second_lock_in_this_process_is_refused(lock_path: str) -> None:
@@ -931,37 +937,70 @@ def test_a_lock_is_seen_where_the_kernel_knows_no_marks(
     assert not files.is_locked(lock_path)
 
 
-@pytest.mark.filterwarnings("ignore:flock not supported")
-def test_where_no_file_can_be_locked_that_there_is_one_is_the_lock(
-    tmp_path: Path, lock_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# What the system answers where files cannot be locked; 524 has no name outside of the kernel.
+NO_FLOCK = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524]
+
+
+def refusing_flock(number: int) -> Callable[..., None]:
     def flock(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    return flock
+
+
+@pytest.mark.parametrize("number", NO_FLOCK, ids=map(str, NO_FLOCK))
+def test_where_no_file_can_be_locked_one_error_names_the_directory_and_the_remedy(
+    tmp_path: Path, lock_path: str, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    kind = files.file_system_of(str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refusing_flock(number))
     for _ in range(2):
-        lock = files.WriterLock(lock_path)
-        assert_locked_by(lock_path, os.getpid())
-        lock.hold()
-        os.link(lock_path, tmp_path / "copy")
-        lock.hold()
-        os.unlink(tmp_path / "copy")
-        lock.release()
-        assert os.listdir(tmp_path) == []
+        with pytest.raises(NoLocksError) as error:
+            files.WriterLock(lock_path)
+    assert str(error.value) == (
+        f"{tmp_path}: expected a file system that locks files, got {kind} that does not "
+        f"({os.strerror(number)}). Keep it on a local disk, or have it mounted with locks "
+        f"(Lustre: -o flock; NFS: version 4, or its lock daemon). Without them it can be read, by "
+        f"ReplayReader or load_checkpoint, and a checkpoint can be saved to a new path."
+    )
+    monkeypatch.undo()
+    files.WriterLock(lock_path).release()
 
 
-@pytest.mark.filterwarnings("ignore:flock not supported")
-def test_a_lock_that_only_is_there_is_lost_when_it_is_removed(
+def test_a_writer_that_was_killed_where_no_file_can_be_locked_leaves_no_lock(
+    lock_path: str,
+) -> None:
+    """Of the package that took them before: its file stayed, and was the lock."""
+    script = (
+        "import errno, fcntl, os, signal, sys\n"
+        "from mmbuf import NoLocksError, files\n"
+        "really = fcntl.flock\n"
+        "def flock(*_):\n"
+        "    raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "fcntl.flock = flock\n"
+        "try:\n"
+        "    files.WriterLock(sys.argv[1])\n"
+        "except NoLocksError:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = str(Path(mmbuf.__file__).parent.parent)
+    command = [sys.executable, "-c", script, lock_path]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": root})
+    assert ran.returncode == -signal.SIGKILL
+    files.WriterLock(lock_path).release()
+
+
+def test_a_lock_that_cannot_be_taken_anew_is_lost(
     lock_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
     lock = files.WriterLock(lock_path)
     os.unlink(lock_path)
-    with pytest.raises(LockedError):
-        lock.hold()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refusing_flock(errno.ENOLCK))
+        with pytest.raises(NoLocksError):
+            lock.hold()
+    lock.hold()
+    assert_locked_by(lock_path, os.getpid())
     lock.release()
 
 

@@ -1449,7 +1449,7 @@ def by_name(path: Path | None) -> dict[str, doctor.Remark]:
 
 MACHINE = ["page bytes", "huge pages", "vm.max_map_count", "open files", "address bytes left"]
 MACHINE += ["data bytes"]
-VERSIONS = ["python", "mmbuf", "numpy", "pyarrow", "torch", "filelock"]
+VERSIONS = ["python", "mmbuf", "numpy", "pyarrow", "torch"]
 
 
 def test_doctor_without_a_path_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

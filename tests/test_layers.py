@@ -4,7 +4,7 @@ The ranks are those of the table below: a module imports only from lower ones, s
 never meet. The package itself (``mmbuf/__init__.py``) ranks above all of its library, and the
 command line above the package, which it uses as anybody else would.
 
-``os``, ``mmap``, ``ctypes``, ``filelock`` and ``resource`` belong to `files` and `vm`, so that a
+``os``, ``mmap``, ``ctypes`` and ``resource`` belong to `files` and `vm`, so that a
 test can put another disk in their place. Elsewhere ``os`` is allowed for what never touches the
 disk: ``os.PathLike`` and ``os.fsdecode`` (a path as the caller gives it) and
 ``os.register_at_fork``. ``fcntl`` belongs to `files`; `channel` alone may use ``fcntl.ioctl`` (how
@@ -117,7 +117,7 @@ RANKS = {
     "cli": 15,
 }
 
-CORE = {"numpy", "pyarrow", "torch", "filelock"}
+CORE = {"numpy", "pyarrow", "torch"}
 OPTIONAL = {
     *("typer", "rich", "gymnasium", "matplotlib", "duckdb", "polars", "pandas", "ray"),
     "tensordict",
@@ -129,7 +129,6 @@ DOORS = {
     "mmap": {"vm"},
     "ctypes": {"vm"},
     "resource": {"vm"},
-    "filelock": {"files"},
     "fcntl": {"files"},
     "shutil": set(),
     "tempfile": set(),
