@@ -9,14 +9,16 @@ before or as it is afterwards, and a signal handler may call it in the middle of
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
+import multiprocessing.context
 import os
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, MmbufError, WriteError
-from mmbuf.index import Contents, TrajectoryIndex, check_can_count, check_is_no_checkpoint
+from mmbuf.index import Contents, TrajectoryIndex, check_can_count, check_is_no_checkpoint, is_store
 from mmbuf.notebook import Shown
 from mmbuf.places import Slot
 from mmbuf.sampling import Sampler
@@ -61,7 +63,8 @@ class TrajectoryReplayBuffer:
     auto_save, auto_save_path
         Keep the trajectories as files in this directory. A store that is there already is
         continued. Without ``auto_save`` the window is in memory only, and ``enable_cache``,
-        ``cache_size`` and ``auto_save_path`` have no effect.
+        ``cache_size`` and ``auto_save_path`` have no effect; a warning in the log says so where
+        there is a store.
     trajectory_format
         Of the files.
     max_pending_bytes
@@ -71,8 +74,9 @@ class TrajectoryReplayBuffer:
         are removed. `add_trajectories` raises WriteError when the window alone does not fit.
 
     One thread may add while any number sample. A forked child can sample but not add, and goes on
-    without what its parent removes from the disk. A buffer does not pickle: open a `ReplayReader`
-    on its path.
+    without what its parent removes from the disk. A buffer in memory is copied and pickled with the
+    rows of its window, and the copy draws the same batches (sent to a spawned process, others).
+    One with files is not: open a `ReplayReader` on its path.
     """
 
     def __init__(
@@ -88,13 +92,26 @@ class TrajectoryReplayBuffer:
         max_pending_bytes: int = MAX_PENDING_BYTES,
         max_disk_bytes: int | None = None,
     ) -> None:
+        names_before = set(vars(self))
         seed = arguments.seed(seed)
         trajectory_format = storage.checked_format(trajectory_format)
         cache_size = arguments.whole_or_none("cache_size", cache_size)
         sample_window_size = arguments.whole("sample_window_size", sample_window_size)
         max_pending_bytes = arguments.whole("max_pending_bytes", max_pending_bytes)
         max_disk_bytes = arguments.whole_or_none("max_disk_bytes", max_disk_bytes)
-        auto_save_path = arguments.path("auto_save_path", auto_save_path) if auto_save else ""
+        if auto_save:
+            auto_save_path = arguments.path("auto_save_path", auto_save_path)
+        else:
+            _warn_of_store(auto_save_path)
+        self._options = {  # as a copy is made
+            "seed": seed,
+            "enable_cache": enable_cache,
+            "cache_size": cache_size,
+            "sample_window_size": sample_window_size,
+            "trajectory_format": trajectory_format,
+            "max_pending_bytes": max_pending_bytes,
+            "max_disk_bytes": max_disk_bytes,
+        }
         self.seed = seed
         self.enable_cache = enable_cache
         self.sample_window_size = sample_window_size
@@ -118,6 +135,7 @@ class TrajectoryReplayBuffer:
         self._budget = DiskBudget(max_disk_bytes if auto_save else None, sample_window_size)
         self._writer: TrajectoryWriter | None = None
         self._holding: _Holding | None = None
+        self._own_names = set(vars(self)) - names_before
         if self.auto_save_path is not None:
             try:
                 shield.run(self._open_store, self.auto_save_path, max_pending_bytes)
@@ -636,10 +654,86 @@ class TrajectoryReplayBuffer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getstate__(self) -> None:
-        raise TypeError(
-            "a TrajectoryReplayBuffer does not pickle. Send its path, and use ReplayReader(path)."
-        )
+    # -- copies ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.auto_save:
+            raise TypeError(
+                "a TrajectoryReplayBuffer with files does not pickle. Send its path, and use "
+                "ReplayReader(path)."
+            )
+        return shield.run(self._state) | {"attributes": self._attributes()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        TrajectoryReplayBuffer.__init__(self, **state["options"])
+        vars(self).update(state["attributes"])
+        shield.run(self._set_state, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrajectoryReplayBuffer:
+        state = self.__getstate__()
+        made = memo[id(self)] = type(self).__new__(type(self))
+        # The rows are copied in, as they are when they are added.
+        made.__setstate__({**state, "attributes": copy.deepcopy(state["attributes"], memo)})
+        return made
+
+    def _attributes(self) -> dict[str, Any]:
+        """What a subclass, or whoever has the buffer, has set on it."""
+        names = vars(self).keys() - self._own_names - {"_own_names"}
+        return {name: vars(self)[name] for name in names}
+
+    def _state(self) -> dict[str, Any]:
+        """What a memory-only buffer is, in copies."""
+        with self._save_lock, self._add_lock:
+            if self._is_closed:
+                raise _closed("pickle")
+            window = self._window
+            stream = window.state_dict()
+            if multiprocessing.context.get_spawning_popen() is not None:
+                seeds = window.spawn()  # of its own, as each worker's of a DataLoader
+                stream |= {
+                    "rng_state": np.random.default_rng(seeds).bit_generator.state,
+                    "spawn_key": list(seeds.spawn_key),
+                    "num_children": 0,
+                }
+            return {
+                "options": self._options,
+                "schema": window.schema,
+                "entries": [
+                    dataclasses.replace(entry, format="", file="", size_bytes=0, parts=())
+                    for entry in window.entries.values()
+                ],
+                "rows": {i: self._leaves_of(i) for i in window.window_ids},
+                "stream": stream,
+                "ids": (self._next_id, self._id_step),
+            }
+
+    def _leaves_of(self, trajectory_id: int) -> list[Any]:
+        """A trajectory's columns, in storage dtype: torch pickles not all of its own."""
+        schema = self._window.schema
+        assert schema is not None
+        columns = self._window.get_trajectory(trajectory_id).to_columns()
+        return [
+            leaf if column.is_text else leaf.view(column.storage_as).numpy()
+            for column, leaf in zip(schema.columns, schema.pick(columns, "trajectory"), strict=True)
+        ]
+
+    def _set_state(self, state: Mapping[str, Any]) -> None:
+        with self._add_lock:
+            rows, schema = state["rows"], state["schema"]
+            window = self._window
+            window.list_gone(entry for entry in state["entries"] if entry.trajectory_id not in rows)
+            for entry in state["entries"]:
+                if entry.trajectory_id in rows:
+                    leaves = [
+                        leaf if column.is_text else column.tensor(leaf)
+                        for column, leaf in zip(
+                            schema.columns, rows[entry.trajectory_id], strict=True
+                        )
+                    ]
+                    payload = measure(schema.nest(leaves), schema)
+                    window.add(self._put(window.begin(schema), entry, payload))
+            window.load_state_dict(state["stream"])
+            self._next_id, self._id_step = state["ids"]
 
     def __repr__(self) -> str:
         return self._shown().as_text()
@@ -689,6 +783,22 @@ def _metadata(
     }
 
 
+def _warn_of_store(path: Any) -> None:
+    """Say so where a store is at the path of a buffer that keeps no files."""
+    try:
+        directory = files.absolute(arguments.path("auto_save_path", path))
+        is_ignored = is_store(directory)
+    except (OSError, TypeError, ValueError):  # it has no effect, whatever it is
+        return
+    if is_ignored:
+        _log.warning(
+            "auto_save_path: expected auto_save=True, since there is a store, got False: %s is "
+            "neither read nor written. Set auto_save=True to go on with it, or call "
+            "load_checkpoint to have a copy of it in memory.",
+            directory,
+        )
+
+
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """Calls a method for as long as there is its object, which is not kept by it."""
     weak = weakref.WeakMethod(method)
@@ -701,7 +811,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-@dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Holding:
     """What a buffer has of its store until it is closed."""
 

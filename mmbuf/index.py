@@ -366,6 +366,11 @@ def read(directory: str) -> tuple[Contents, int]:
     return contents, 0
 
 
+def is_store(directory: str) -> bool:
+    """Whether there is a store or a checkpoint. OSError where the disk does not say."""
+    return any(files.exists(files.join(directory, name)) for name in (JOURNAL, INDEX))
+
+
 def names_listed_in(path: str) -> set[str]:
     """The trajectories' files in a list of what somebody was at; none where it cannot be read."""
     try:

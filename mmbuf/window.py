@@ -160,6 +160,14 @@ class Window:
                     break
                 del self._slots[self._leaving.popleft()]
 
+    def list_gone(self, entries: Iterable[Entry]) -> None:
+        """Append to the list what has left the window, and has neither rows nor a file any more."""
+        for entry in entries:
+            with self._list_lock:
+                self.entries[entry.trajectory_id] = entry
+                self.total_samples += entry.num_samples
+            self._num_seen += entry.num_samples
+
     def set_written(self, entry: Entry, directory: str) -> None:
         """The trajectory has a file in ``directory`` now."""
         self._directories[entry.trajectory_id] = directory

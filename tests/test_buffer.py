@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import errno
 import fcntl
 import json
+import multiprocessing.context
 import os
 import pickle
 import random
+import shutil
 import socket
 import sys
 import threading
@@ -31,6 +34,7 @@ from data import (
     columns_of,
     contents_of,
     counts_of,
+    every_dtype,
     is_equal,
     is_whole,
     names_of,
@@ -64,7 +68,7 @@ from mmbuf import (
 from mmbuf.cache import TrajectoryCache
 from mmbuf.formats import arrow
 from mmbuf.places import Places
-from mmbuf.sampling import Uniform
+from mmbuf.sampling import Prioritized, Uniform
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 pytestmark = pytest.mark.usefixtures("without_fsync")
@@ -1264,6 +1268,120 @@ def test_a_buffer_does_not_pickle_and_says_what_does(tmp_path: Path) -> None:
         pytest.raises(TypeError, match=r"use ReplayReader\(path\)"),
     ):
         pickle.dumps(buffer)
+
+
+def copied_by_pickle(buffer: TrajectoryReplayBuffer) -> TrajectoryReplayBuffer:
+    found = pickle.loads(pickle.dumps(buffer))
+    assert isinstance(found, TrajectoryReplayBuffer)
+    return found
+
+
+@pytest.mark.parametrize("copied", [copied_by_pickle, copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_a_buffer_in_memory_is_copied_with_its_rows_ids_and_random_state(
+    copied: Callable[[TrajectoryReplayBuffer], TrajectoryReplayBuffer],
+) -> None:
+    with TrajectoryReplayBuffer(seed=7, sample_window_size=2, trajectory_format="npy") as buffer:
+        buffer.add_trajectories([trajectory(i, image=(8, 8)) for i in range(3)])
+        buffer.sample(5)
+        buffer.note = ["mine"]  # type: ignore[attr-defined]
+        copy_ = copied(buffer)
+        with copy_:
+            assert (copy_.trajectory_ids, copy_.window_ids) == ([0, 1, 2], [1, 2])
+            assert (copy_.total_samples, copy_.trajectory_counter) == (3 * N, 3)
+            assert (copy_.trajectory_format, copy_.sample_window_size, copy_.seed) == ("npy", 2, 7)
+            assert copy_.note == ["mine"]  # type: ignore[attr-defined]
+            assert [copy_.get_entry(i) for i in range(3)] == [buffer.get_entry(i) for i in range(3)]
+            for i in (1, 2):
+                assert is_equal(
+                    copy_.get_trajectory(i).to_columns(), buffer.get_trajectory(i).to_columns()
+                )
+            for _ in range(3):
+                assert is_equal(copy_.sample(20), buffer.sample(20))
+            copy_.add_trajectories([trajectory(3, image=(8, 8))])
+            assert (copy_.window_ids, buffer.window_ids) == ([2, 3], [1, 2])
+            copy_.clear()
+        assert set(row_ids(buffer.sample(800))) == all_ids(1, 2)
+
+
+def test_every_dtype_is_copied_bit_for_bit() -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([every_dtype()])
+        with copied_by_pickle(buffer) as copy_:
+            assert is_equal(copy_.get_trajectory(0).to_columns(), columns_of(every_dtype()))
+
+
+def test_an_empty_buffer_is_copied_with_its_ids_and_may_have_another_schema() -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        fill(buffer)
+        buffer.clear()
+        with copy.deepcopy(buffer) as copy_:
+            assert (len(copy_), copy_.trajectory_counter, copy_.schema) == (0, 3, None)
+            copy_.add_trajectories([one_row()])
+            assert copy_.trajectory_ids == [3]
+
+
+def test_a_buffer_in_memory_that_has_loaded_files_is_copied_without_them(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as buffer:
+        fill(buffer)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with TrajectoryReplayBuffer() as loaded:
+        loaded.load_checkpoint(tmp_path / "checkpoint")
+        sent = pickle.dumps(loaded)
+    shutil.rmtree(tmp_path / "checkpoint")
+    with pickle.loads(sent) as copy_:
+        assert set(row_ids(copy_.sample(800))) == all_ids(0, 1, 2)
+        copy_.save_checkpoint(tmp_path / "checkpoint")
+    with ReplayReader(tmp_path / "checkpoint") as reader:
+        assert reader.trajectory_ids == [0, 1, 2]
+
+
+def test_a_priority_is_that_of_the_same_row_in_a_copy() -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        fill(buffer)
+        sampler = Prioritized()
+        batch = buffer.sample(40, sampler=sampler)
+        sampler.update_priorities(batch["info"]["handle"], torch.arange(40.0) + 1)
+        with copy.deepcopy(buffer) as copy_:
+            other = Prioritized()
+            other.load_state_dict(sampler.state_dict())
+            assert is_equal(copy_.sample(64, sampler=other), buffer.sample(64, sampler=sampler))
+
+
+def test_a_buffer_in_memory_that_is_closed_does_not_pickle() -> None:
+    buffer = TrajectoryReplayBuffer()
+    buffer.close()
+    with pytest.raises(ClosedError):
+        pickle.dumps(buffer)
+
+
+def test_spawned_processes_that_are_sent_one_buffer_draw_streams_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        fill(buffer)
+        monkeypatch.setattr(multiprocessing.context, "get_spawning_popen", lambda: object())
+        sent = [pickle.dumps(buffer) for _ in range(2)]
+        monkeypatch.undo()
+        streams = [tuple(row_ids(pickle.loads(each).sample(20))) for each in sent]
+        assert len({*streams, tuple(row_ids(buffer.sample(20)))}) == 3
+
+
+@pytest.mark.parametrize("names", [("journal.jsonl",), ("trajectory_index.json",)], ids=str)
+def test_a_store_that_is_ignored_without_auto_save_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, ...]
+) -> None:
+    TrajectoryReplayBuffer(auto_save_path=tmp_path).close()
+    TrajectoryReplayBuffer(auto_save_path=tmp_path / "none").close()
+    TrajectoryReplayBuffer(auto_save_path="bad\0path").close()
+    assert caplog.messages == []
+    for name in names:
+        (tmp_path / name).touch()
+    TrajectoryReplayBuffer(auto_save_path=tmp_path).close()
+    assert caplog.messages == [
+        f"auto_save_path: expected auto_save=True, since there is a store, got False: {tmp_path} "
+        f"is neither read nor written. Set auto_save=True to go on with it, or call "
+        f"load_checkpoint to have a copy of it in memory."
+    ]
 
 
 LEFT_OPEN = """
