@@ -135,7 +135,7 @@ def targets(schema: Schema, out: Mapping[str, Any], shape: tuple[int, ...]) -> l
     """The memory of ``out``, a batch of leading dimensions ``shape``, as columns of rows; views.
 
     Text of slices, which has no memory of rows, is to be put there by `put_text`. SchemaError if
-    it is not such a batch.
+    it is not such a batch, or has memory that is that of two columns.
     """
     leaves = schema.pick(out, "out")
     if schema.is_plain and len(shape) == 1:
@@ -147,10 +147,39 @@ def targets(schema: Schema, out: Mapping[str, Any], shape: tuple[int, ...]) -> l
                 and [target.dtype for target in targets] == schema.storages
                 and all(target.flags.c_contiguous for target in targets)
             ):
+                _check_apart(schema, [leaf.data_ptr() for leaf in leaves], shape)
                 return targets
-    return [
+    targets = [
         _target(column, leaf, shape) for column, leaf in zip(schema.columns, leaves, strict=True)
     ]
+    places = [id(leaf) if isinstance(leaf, list) else leaf.data_ptr() for leaf in leaves]
+    _check_apart(schema, places, shape)
+    return targets
+
+
+def _check_apart(schema: Schema, places: list[int], shape: tuple[int, ...]) -> None:
+    """SchemaError where columns, whose contiguous memory begins at ``places``, share any of it.
+
+    A list of text takes its first byte. What was found of the last batch is remembered: it is
+    nearly always the next one.
+    """
+    if schema.apart == (shape, places):
+        return
+    num_rows = math.prod(shape)
+    spans = sorted(
+        (place, 1 if column.is_text else num_rows * column.row_bytes, column.name)
+        for column, place in zip(schema.columns, places, strict=True)
+    )
+    stop, before = 0, ""
+    for place, size, name in spans:
+        if place < stop and size:
+            raise SchemaError(
+                f"column {name!r} of out: expected memory of its own, got some that is also that "
+                f"of column {before!r}. Pass a batch whose tensors do not overlap."
+            )
+        if place + size > stop:
+            stop, before = place + size, name
+    schema.apart = (shape, places)
 
 
 def put_text(schema: Schema, out: Mapping[str, Any], batch: Mapping[str, Any]) -> None:

@@ -154,6 +154,8 @@ class Schema:
         self.no_extra_steps = (0,) * len(self.columns)
         self.is_plain = not self.viewed and not any(column.is_text for column in self.columns)
         self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        # The shape and the addresses of the batch that was last found to have each column's apart.
+        self.apart: tuple[tuple[int, ...], list[int]] = ((), [])
         # For nest(): each dict with its keys in their order, parents first; which dict goes where;
         # and the dict and key of each leaf.
         self._dicts: list[dict[str, Any]] = [{}]

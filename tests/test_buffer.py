@@ -7,6 +7,7 @@ import copy
 import errno
 import fcntl
 import json
+import math
 import multiprocessing.context
 import os
 import pickle
@@ -68,7 +69,7 @@ from mmbuf import (
 from mmbuf.cache import TrajectoryCache
 from mmbuf.formats import arrow
 from mmbuf.places import Places
-from mmbuf.sampling import Prioritized, Uniform
+from mmbuf.sampling import Prioritized, Slices, Uniform
 
 LINUX_ONLY = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 pytestmark = pytest.mark.usefixtures("without_fsync")
@@ -322,6 +323,92 @@ def test_a_conjugate_view_is_refused_as_a_batch() -> None:
         buffer.add_trajectories([{"z": torch.zeros(T, B, dtype=torch.complex64)}])
         with pytest.raises(SchemaError, match="column 'z' of out"):
             buffer.sample(2, out={"z": torch.zeros(2, dtype=torch.complex64).conj()})
+
+
+def two_columns(dtype: torch.dtype = torch.float32) -> TrajectoryReplayBuffer:
+    """Rows of two columns of 8 bytes: ``a`` of 1, and ``b`` of 2."""
+    buffer = TrajectoryReplayBuffer(seed=0)
+    shape = (4, 3, 8 // dtype.itemsize)
+    buffer.add_trajectories(
+        [{"a": torch.full(shape, 1, dtype=dtype), "deep": {"b": torch.full(shape, 2, dtype=dtype)}}]
+    )
+    return buffer
+
+
+def of_one_tensor(kind: str, dtype: torch.dtype, *sizes: int) -> dict[str, Any]:
+    """A batch of `two_columns` that lies in one tensor of zeros, or two tensors in its memory."""
+    width = 8 // dtype.itemsize
+    count = math.prod(sizes) * width
+    memory = torch.zeros(2 * count, dtype=dtype)
+    at = {"the same": 0, "half of it": count // 2, "one number": count - 1, "none": count}[kind]
+    a, b = (memory[i : i + count].view(*sizes, width) for i in (0, at))
+    return {"a": a, "deep": {"b": b}}
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 2)], ids=["rows", "slices"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["the same", "half of it", "one number"])
+def test_out_whose_tensors_overlap_is_refused_before_anything_is_written(
+    kind: str, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    buffer = two_columns(dtype)
+    sampler = Slices(2) if len(sizes) == 2 else None
+    out = of_one_tensor(kind, dtype, *sizes)
+    with pytest.raises(
+        SchemaError, match=r"column 'deep.b' of out: .* memory of its own.*that of column 'a'"
+    ):
+        buffer.sample(6, out, sampler=sampler)
+    assert not out["a"].any()
+    assert not out["deep"]["b"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_out_whose_tensors_lie_side_by_side_in_one_is_refilled(dtype: torch.dtype) -> None:
+    out = of_one_tensor("none", dtype, 6)
+    two_columns(dtype).sample(6, out)
+    assert (out["a"] == 1).all()
+    assert (out["deep"]["b"] == 2).all()
+
+
+def test_overlapping_out_is_refused_after_one_of_the_same_shape_was_good() -> None:
+    buffer = two_columns()
+    good, bad = (of_one_tensor(kind, torch.float32, 6) for kind in ("none", "half of it"))
+    buffer.sample(6, good)
+    for _ in range(2):
+        with pytest.raises(SchemaError, match="memory of its own"):
+            buffer.sample(6, bad)
+        buffer.sample(6, good)
+    # In the memory that was good with fewer rows, more of them overlap.
+    memory = torch.zeros(24)
+    buffer.sample(6, {"a": memory[:12].view(6, 2), "deep": {"b": memory[12:].view(6, 2)}})
+    longer = {"a": memory[:14].view(7, 2), "deep": {"b": memory[10:].view(7, 2)}}
+    with pytest.raises(SchemaError, match="memory of its own"):
+        buffer.sample(7, longer)
+
+
+def test_out_with_one_list_for_two_columns_of_text_is_refused() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories([{"a": [["x"]], "b": [["y"]]}])
+    texts = ["", ""]
+    with pytest.raises(SchemaError, match=r"column 'b' of out: .* memory of its own"):
+        buffer.sample(2, {"a": texts, "b": texts})
+    assert texts == ["", ""]
+
+
+def test_out_with_a_tensor_that_overlaps_itself_is_refused() -> None:
+    out = {"a": torch.zeros(1, 2).expand(6, 2), "deep": {"b": torch.zeros(6, 2)}}
+    with pytest.raises(SchemaError, match="column 'a' of out: expected a contiguous"):
+        two_columns().sample(6, out)
+
+
+def test_out_with_columns_of_no_bytes_at_one_place_is_refilled() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories(
+        [{"a": torch.ones(2, 1, 0), "b": torch.ones(2, 1, 0), "c": torch.ones(2, 1)}]
+    )
+    nothing = torch.zeros(3, 0)
+    out = buffer.sample(3, {"a": nothing, "b": nothing, "c": torch.zeros(3)})
+    assert out["c"].tolist() == [1, 1, 1]
 
 
 def test_memory_of_big_batches_is_used_again() -> None:
