@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import math
 import threading
 import time
@@ -22,8 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
 from operator import methodcaller
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -39,11 +39,15 @@ from mmbuf.errors import ClosedError, EmptyBufferError, MmbufError, SchemaError
 from mmbuf.reader import ReplayReader
 from mmbuf.sampling import Sampler
 
+_REPLAY, _DEMO = "replay_buffer", "demo_buffer"
+
 _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
 _JOIN_S = 0.05  # longer than a draw takes as a rule
 _EXIT_S = 10.0  # longer than a draw takes on a slow machine
 _RECHECK_S = 1.0
+
+_log = logging.getLogger("mmbuf")
 
 
 class ReplayBufferDataset(IterableDataset[Batch]):
@@ -58,7 +62,8 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         there is one, and follow those of the replay buffer. A buffer that has no row in a batch is
         neither drawn from nor waited for.
     min_replay_buffer_size, min_demo_buffer_size
-        Each batch waits until the buffers have so many trajectories.
+        Each batch waits until the buffers have so many trajectories. As attributes they may be set
+        later, also while a thread draws ahead.
     prefetch_size
         Has no effect here.
     sampler, demo_sampler
@@ -67,8 +72,10 @@ class ReplayBufferDataset(IterableDataset[Batch]):
     timeout_s
         How long to wait for trajectories; then TimeoutError says what is missing. None: for ever.
 
-    ``next`` raises what `sample` raises, and SchemaError where the two buffers' columns differ; it
-    may be called again. Thread-safe: each batch goes to one of those who ask. Forked children, and
+    A mixed batch has the columns that both buffers have; `left_out` lists what it lacks, and the
+    log names it once. ``next`` raises what `sample` raises, and SchemaError where a column has
+    another dtype or row shape in the other buffer, or only one of the samplers adds a name; it may
+    be called again. Thread-safe: each batch goes to one of those who ask. Forked children, and
     spawned ones where the buffers pickle, begin anew, each with its buffers' own streams and none
     of the batches that wait here; so do the workers of a DataLoader.
     """
@@ -100,25 +107,40 @@ class ReplayBufferDataset(IterableDataset[Batch]):
             raise ValueError(f"demo_fraction: expected a number in [0, 1], got {demo_fraction}.")
         if timeout_s is not None and timeout_s < 0:
             raise ValueError(f"timeout_s: expected None or at least 0, got {timeout_s}.")
+        min_sizes = {_REPLAY: min_replay_buffer_size, _DEMO: min_demo_buffer_size}
         num_demo = 0 if demo_buffer is None else round(batch_size * demo_fraction)
-        parts = [
-            _Part(
-                "replay_buffer",
-                replay_buffer,
-                batch_size - num_demo,
-                min_replay_buffer_size,
-                sampler,
-            )
-        ]
+        parts = [_Part(_REPLAY, replay_buffer, batch_size - num_demo, sampler)]
         if demo_buffer is not None:
-            parts.append(
-                _Part("demo_buffer", demo_buffer, num_demo, min_demo_buffer_size, demo_sampler)
-            )
+            parts.append(_Part(_DEMO, demo_buffer, num_demo, demo_sampler))
         self._feed = _Feed(
             [part for part in parts if part.num_rows],
             prefetch_size if self._draws_ahead else 1,
             timeout_s,
+            min_sizes,
         )
+
+    @property
+    def min_replay_buffer_size(self) -> int:
+        """How many trajectories of the replay buffer the batches to come wait for."""
+        return self._own_feed().min_sizes[_REPLAY]
+
+    @min_replay_buffer_size.setter
+    def min_replay_buffer_size(self, size: int) -> None:
+        self._own_feed().min_sizes[_REPLAY] = whole("min_replay_buffer_size", size)
+
+    @property
+    def min_demo_buffer_size(self) -> int:
+        """How many trajectories of the demo buffer the batches to come wait for."""
+        return self._own_feed().min_sizes[_DEMO]
+
+    @min_demo_buffer_size.setter
+    def min_demo_buffer_size(self, size: int) -> None:
+        self._own_feed().min_sizes[_DEMO] = whole("min_demo_buffer_size", size)
+
+    @property
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """The columns that only one buffer has, by the name of its argument; as last drawn."""
+        return dict(self._own_feed().left_out)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches to come, until the dataset is closed; ClosedError if it is already.
@@ -202,19 +224,31 @@ def replay_buffer_collate_fn(batch: Sequence[Batch]) -> Batch:
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of each batch that come from one buffer."""
+    """The rows of each batch that come from one buffer.
+
+    ``keys`` are those of columns, as far as they were seen; a sampler may add others.
+    """
 
     name: str
     buffer: TrajectoryReplayBuffer | ReplayReader
     num_rows: int
-    min_size: int
     sampler: Sampler | None
+    keys: set[str] = field(default_factory=set)
 
     def sample(self) -> Batch:
         if self.sampler is None:
             return self.buffer.sample(self.num_rows)  # type: ignore[no-any-return]
         # Called as it is, by no C code: so that no interrupt loses a batch that has come.
         return self.buffer.sample(self.num_rows, sampler=self.sampler)  # type: ignore[no-any-return]
+
+    def is_added(self, key: str) -> bool:
+        """Whether this key of a batch is no column's, but one that the sampler has added."""
+        if self.sampler is None:
+            return False
+        schema = self.buffer.schema
+        if schema is not None:
+            self.keys.update(column.path[0] for column in schema.columns)
+        return key not in self.keys
 
 
 class _Feed:
@@ -228,8 +262,16 @@ class _Feed:
     reaches.
     """
 
-    def __init__(self, parts: Sequence[_Part], depth: int, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[_Part],
+        depth: int,
+        timeout_s: float | None,
+        min_sizes: dict[str, int],
+    ) -> None:
         self.pid = files.process_id()
+        self.min_sizes = min_sizes  # by the names of parts; may be changed at any time
+        self.left_out: dict[str, tuple[str, ...]] = {}  # of the newest batch, by the same names
         self._depth = depth
         self._timeout_s = timeout_s
         # Taken first. Held from a draw's begin until its batch is queued, and for the state.
@@ -248,10 +290,11 @@ class _Feed:
         self._error: BaseException | None = None
         self._num_delivered = 0
         self._wait_s = 0.0
+        self._told: set[tuple[str, str]] = set()  # what of the left out was logged
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in whatever process, begins anew."""
-        return _Feed, (self._parts, self._depth, self._timeout_s)
+        return _Feed, (self._parts, self._depth, self._timeout_s, self.min_sizes)
 
     @property
     def is_closed(self) -> bool:
@@ -312,7 +355,7 @@ class _Feed:
             parts = self._parts
             if not parts:
                 return None
-            batch = parts[0].sample() if len(parts) == 1 else _of_all(parts)
+            batch = parts[0].sample() if len(parts) == 1 else self._draw_mixed(parts)
             self._num_delivered += 1
             return batch
         except EmptyBufferError:
@@ -400,7 +443,7 @@ class _Feed:
                 return
             raise
         try:
-            batch = reduce(_joined, drawn)
+            batch = self._mixed(parts, drawn)
         except SchemaError:
             self._drawn = []
             raise
@@ -410,6 +453,29 @@ class _Feed:
             if self._parts:
                 self._batches += (batch,)
             self._changed.notify_all()
+
+    def _draw_mixed(self, parts: Sequence[_Part]) -> Batch:
+        return self._mixed(parts, [part.sample() for part in parts])
+
+    def _mixed(self, parts: Sequence[_Part], drawn: Sequence[Batch]) -> Batch:
+        """The rows of all parts, in their order; says what is left out of them."""
+        if len(parts) == 1:
+            return drawn[0]
+        mix = _Mix(*drawn)
+        names = (mix.only_replay, mix.only_demo)
+        for part, batch, others in zip(parts, drawn, reversed(drawn), strict=True):
+            for key in batch.keys() - others.keys():
+                if part.is_added(key):
+                    raise SchemaError(
+                        f"{key!r}: expected samplers of both buffers that add it, got that of "
+                        f"{part.name} alone. Give both a sampler of the same kind."
+                    )
+        self.left_out = {part.name: tuple(only) for part, only in zip(parts, names, strict=True)}
+        for part, only in self.left_out.items():
+            if news := [name for name in only if (part, name) not in self._told]:
+                self._told |= {(part, name) for name in news}
+                _log.warning("mixed batches leave out what only %s has: %s.", part, ", ".join(news))
+        return mix.batch
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -447,9 +513,10 @@ class _Feed:
     def _missing(self) -> str:
         """What the buffers lack; empty where they are ready."""
         return "; ".join(
-            f"{part.name}: expected {part.min_size} trajectories, got {len(part.buffer)}"
+            f"{part.name}: expected {self.min_sizes[part.name]} trajectories, "
+            f"got {len(part.buffer)}"
             for part in self._parts
-            if not part.buffer.is_ready(part.min_size)
+            if not part.buffer.is_ready(self.min_sizes[part.name])
         )
 
     def _owners(self) -> dict[str, Any]:
@@ -522,35 +589,62 @@ def _end_threads() -> None:
         feed.join(max(deadline_s - time.monotonic(), 0.0))
 
 
-def _of_all(parts: Sequence[_Part]) -> Batch:
-    return reduce(_joined, [part.sample() for part in parts])
+class _Mix:
+    """``batch``: the rows of one batch, then those of another, of the columns that both have.
 
+    Copies. ``only_replay`` and ``only_demo`` name the columns that the other one lacks.
+    """
 
-def _joined(replay: Batch, demo: Batch, path: tuple[str, ...] = ()) -> Batch:
-    """The rows of ``replay``, then those of ``demo``; copies."""
-    joined: Batch = {}
-    for key in {**replay, **demo}:
-        ours, theirs = replay.get(key), demo.get(key)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            joined[key] = _joined(ours, theirs, (*path, key))
-        elif isinstance(ours, list) and isinstance(theirs, list):
-            joined[key] = ours + theirs
-        elif (
-            isinstance(ours, torch.Tensor)
-            and isinstance(theirs, torch.Tensor)
-            and (ours.dtype, ours.shape[1:]) == (theirs.dtype, theirs.shape[1:])
-        ):
-            joined[key] = torch.cat([ours, theirs])
-        else:
+    def __init__(self, replay: Batch, demo: Batch) -> None:
+        self.only_replay: list[str] = []
+        self.only_demo: list[str] = []
+        self.batch = self._joined(replay, demo, ())
+        if not self.batch:
             raise SchemaError(
-                f"column {'.'.join((*path, key))!r}: expected the same of both buffers, "
-                f"got {_kind(ours)} of replay_buffer and {_kind(theirs)} of demo_buffer."
+                f"batch: expected a column that both buffers have, got only "
+                f"{', '.join(self.only_replay)} of {_REPLAY} and "
+                f"{', '.join(self.only_demo)} of {_DEMO}."
             )
-    return joined
+
+    def _joined(self, replay: Batch, demo: Batch, path: tuple[str, ...]) -> Batch:
+        joined: Batch = {}
+        for key, ours in replay.items():
+            inner = (*path, key)
+            if key not in demo:
+                self.only_replay += _names(ours, inner)
+                continue
+            theirs = demo[key]
+            if isinstance(ours, dict) and isinstance(theirs, dict):
+                if both := self._joined(ours, theirs, inner):
+                    joined[key] = both
+            elif isinstance(ours, list) and isinstance(theirs, list):
+                joined[key] = ours + theirs
+            elif (
+                isinstance(ours, torch.Tensor)
+                and isinstance(theirs, torch.Tensor)
+                and (ours.dtype, ours.shape[1:]) == (theirs.dtype, theirs.shape[1:])
+            ):
+                joined[key] = torch.cat([ours, theirs])
+            else:
+                raise SchemaError(
+                    f"column {'.'.join(inner)!r}: expected the same of both buffers, "
+                    f"got {_kind(ours)} of {_REPLAY} and {_kind(theirs)} of {_DEMO}."
+                )
+        for key in demo:
+            if key not in replay:
+                self.only_demo += _names(demo[key], (*path, key))
+        return joined
+
+
+def _names(leaf: Any, path: tuple[str, ...]) -> list[str]:
+    """Of the columns at or under ``path``."""
+    if isinstance(leaf, dict):
+        return [name for key, inner in leaf.items() for name in _names(inner, (*path, key))]
+    return [".".join(path)]
 
 
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
         return f"{dtype} rows of shape {tuple(leaf.shape[1:])}"
-    return {type(None): "none", list: "text", dict: "a dict"}.get(type(leaf), type(leaf).__name__)
+    return "text" if isinstance(leaf, list) else "a dict"

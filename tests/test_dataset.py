@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import itertools
@@ -46,7 +47,7 @@ from mmbuf.dataset import (
     ReplayBufferDataset,
     replay_buffer_collate_fn,
 )
-from mmbuf.sampling import WithoutReplacement
+from mmbuf.sampling import Prioritized, WithoutReplacement
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 N = 12  # rows of a `trajectory`
@@ -220,16 +221,16 @@ TEXT = [["a"], ["b"]]
             "of replay_buffer and float32 rows of shape (4,) of demo_buffer.",
         ),
         (
-            {"x": torch.zeros(2, 1)},
-            {"x": torch.zeros(2, 1), "obs": {"y": torch.zeros(2, 1)}},
-            "column 'obs': expected the same of both buffers, got none of replay_buffer and "
-            "a dict of demo_buffer.",
+            {"obs": torch.zeros(2, 1)},
+            {"obs": {"y": torch.zeros(2, 1)}},
+            "column 'obs': expected the same of both buffers, got float32 rows of shape () "
+            "of replay_buffer and a dict of demo_buffer.",
         ),
         (
-            {"obs": {"x": torch.zeros(2, 1), "y": torch.zeros(2, 1)}},
-            {"obs": {"y": torch.zeros(2, 1)}},
-            "column 'obs.x': expected the same of both buffers, got float32 rows of shape () "
-            "of replay_buffer and none of demo_buffer.",
+            {"x": torch.zeros(2, 1)},
+            {"y": {"z": torch.zeros(2, 1), "a": torch.zeros(2, 1)}},
+            "batch: expected a column that both buffers have, got only x of replay_buffer and "
+            "y.z, y.a of demo_buffer.",
         ),
         (
             {"x": TEXT},
@@ -249,6 +250,88 @@ def test_columns_that_differ_are_named(
     with kind(*buffers, 4, 1, 1) as dataset, pytest.raises(SchemaError) as raised:
         take(dataset, 1)
     assert str(raised.value) == message
+
+
+def recorded(value: float) -> dict[str, Any]:
+    """A demonstration: without versions and log-probabilities, with fewer forward inputs."""
+    one = torch.full((2, 1), value)
+    return {"camera": one, "rewards": one, "forward_inputs": {"state": one}}
+
+
+def rolled_out(value: float) -> dict[str, Any]:
+    """A rollout, with all that `recorded` has but for the camera."""
+    one = torch.full((2, 1), value)
+    inputs = {"action": one, "state": one, "token": {"ids": one, "mask": one}}
+    return {"forward_inputs": inputs, "rewards": one, "versions": one}
+
+
+@BOTH
+def test_a_mixed_batch_has_the_columns_that_both_buffers_have(
+    kind: Any, made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay, demo = made(), made()
+    replay.add_trajectories([rolled_out(1.0)])
+    demo.add_trajectories([recorded(2.0)])
+    both = torch.tensor([1.0, 1.0, 2.0, 2.0])
+    with kind(replay, demo, 4, 1, 1) as dataset:
+        assert dataset.left_out == {}
+        batches = take(dataset, 3)
+        assert dataset.left_out == {
+            "replay_buffer": (
+                *("forward_inputs.action", "forward_inputs.token.ids"),
+                *("forward_inputs.token.mask", "versions"),
+            ),
+            "demo_buffer": ("camera",),
+        }
+        assert set(dataset.get_stats()) == {"batches", "wait_s", "prefetched"}
+    assert is_equal(batches, [{"forward_inputs": {"state": both}, "rewards": both}] * 3)
+    assert [list(batch) for batch in batches] == [["forward_inputs", "rewards"]] * 3
+    assert [record.message for record in caplog.records] == [
+        "mixed batches leave out what only replay_buffer has: forward_inputs.action, "
+        "forward_inputs.token.ids, forward_inputs.token.mask, versions.",
+        "mixed batches leave out what only demo_buffer has: camera.",
+    ]
+
+
+def test_what_is_left_out_follows_the_buffers_and_each_name_is_logged_once(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay, demo = made(), made()
+    replay.add_trajectories([{"x": torch.zeros(2, 1), "y": torch.zeros(2, 1)}])
+    demo.add_trajectories([{"x": torch.zeros(2, 1)}])
+    seen = []
+    with ReplayBufferDataset(replay, demo, 4, 1, 1) as dataset:
+        for columns in (("x",), ("x", "y"), ("x",), ("x", "z")):
+            demo.clear()
+            demo.add_trajectories([{name: torch.zeros(2, 1) for name in columns}])
+            take(dataset, 1)
+            seen.append(tuple(dataset.left_out.values()))
+    assert seen == [(("y",), ()), ((), ()), (("y",), ()), (("y",), ("z",))]
+    assert [record.message for record in caplog.records] == [
+        "mixed batches leave out what only replay_buffer has: y.",
+        "mixed batches leave out what only demo_buffer has: z.",
+    ]
+
+
+@BOTH
+def test_what_only_one_sampler_adds_is_not_left_out(kind: Any, made: Made) -> None:
+    replay, demo = made(0), made(1)
+    with (
+        kind(replay, demo, 4, 1, 1, demo_sampler=Prioritized()) as dataset,
+        pytest.raises(SchemaError, match="got that of demo_buffer alone"),
+    ):
+        take(dataset, 1)
+
+
+@BOTH
+def test_a_column_of_a_name_that_samplers_add_is_left_out_as_others(kind: Any, made: Made) -> None:
+    replay, demo = made(), made()
+    columns = {"x": torch.zeros(2, 1), "weights": torch.zeros(2, 1)}
+    replay.add_trajectories([columns])
+    demo.add_trajectories([{"x": torch.zeros(2, 1)}])
+    with kind(replay, demo, 4, 1, 1, sampler=WithoutReplacement()) as dataset:
+        assert list(take(dataset, 1)[0]) == ["x"]
+        assert dataset.left_out == {"replay_buffer": ("weights",), "demo_buffer": ()}
 
 
 def test_samplers_are_passed_on_where_they_are_given(made: Made) -> None:
@@ -316,6 +399,26 @@ def test_batches_wait_for_both_minimum_sizes(kind: Any, made: Made) -> None:
         demo.add_trajectories([trajectory(11)])
         thread.join(20)
     assert [i < 10 for i, _, _ in row_ids(results[0][0])] == [True, True, False, False]
+
+
+@BOTH
+def test_minimum_sizes_that_are_set_later_take_effect(kind: Any, made: Made) -> None:
+    replay, demo = made(0), made(10)
+    with kind(replay, demo, 4, 100, 100) as dataset:
+        thread, results = in_thread(lambda: take(dataset, 1))
+        until(prefetchers if kind is PreloadReplayBufferDataset else lambda: True)
+        dataset.min_replay_buffer_size = 1
+        time.sleep(0.1)
+        assert (replay.asked, demo.asked, results) == ([], [], [])
+        dataset.min_demo_buffer_size = 1
+        thread.join(20)
+        assert (dataset.min_replay_buffer_size, dataset.min_demo_buffer_size) == (1, 1)
+        for name in ("min_replay_buffer_size", "min_demo_buffer_size"):
+            with pytest.raises(ValueError, match=f"{name}: expected at least 0, got -1."):
+                setattr(dataset, name, -1)
+        copied = copy.deepcopy(pickle.loads(pickle.dumps(kind(None, None, 4, 7, 8))))
+        assert (copied.min_replay_buffer_size, copied.min_demo_buffer_size) == (7, 8)
+    assert len(row_ids(results[0][0])) == 4
 
 
 @pytest.mark.parametrize(("demo_fraction", "is_demo"), [(0, False), (1, True)])
