@@ -471,10 +471,12 @@ class _Feed:
                         f"{part.name} alone. Give both a sampler of the same kind."
                     )
         self.left_out = {part.name: tuple(only) for part, only in zip(parts, names, strict=True)}
-        for part, only in self.left_out.items():
-            if news := [name for name in only if (part, name) not in self._told]:
-                self._told |= {(part, name) for name in news}
-                _log.warning("mixed batches leave out what only %s has: %s.", part, ", ".join(news))
+        for whose, only in self.left_out.items():
+            if news := [name for name in only if (whose, name) not in self._told]:
+                self._told |= {(whose, name) for name in news}
+                _log.warning(
+                    "mixed batches leave out what only %s has: %s.", whose, ", ".join(news)
+                )
         return mix.batch
 
     @contextmanager
