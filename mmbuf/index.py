@@ -3,7 +3,8 @@
 ``journal.jsonl`` is the truth of a live store: one JSON object a line, each with the CRC-32 of the
 rest of its line::
 
-    {"event": "schema", "version": 1, "columns": [...]}      before an add where there is none
+    {"event": "schema", "version": 1, "columns": [...]}      before an add where there is none, and
+                                                             again where it needs a newer version
     {"event": "add", "entry": {...}}                         a file was published
     {"event": "drop", "trajectory_ids": [...]}               these are gone
     {"event": "clear", "trajectory_counter": 7}              all are gone; ids go on
@@ -20,6 +21,9 @@ ignore it, a writer cuts it off before it appends. A bad line *before* a valid o
 
 A journal is appended to in place. One that has another name as well, in a copy of the store by hard
 links, is first made the writer's own: a copy takes its place, and the other name keeps what it had.
+
+Each ``version`` is the oldest that can say what follows (`Schema.version_of`): an older mmbuf that
+cannot read it refuses it by that.
 
 ``.loading.json`` lists the files that a load is about to bring; of one that did not come to its
 line of the journal the next writer removes them.
@@ -57,7 +61,7 @@ JOURNAL = "journal.jsonl"
 INDEX = "trajectory_index.json"
 METADATA = "metadata.json"
 LOADING = ".loading.json"
-VERSION = 1
+VERSION = 2
 
 _SHORT_LIST = 1000  # up to here snapshots are always current
 _BLOCK = 256  # entries encoded at once, since json.dumps stops all other threads
@@ -81,6 +85,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.schema: Schema | None = None
+        self.version = 1  # that the journal says before all entries that need it
         self.entries: dict[int, Entry] = {}
         self.trajectory_counter = 0
         self.id_step = 1
@@ -98,10 +103,11 @@ class Contents:
         if kind == "add":
             self.add(Entry.from_json(event["entry"]))
         elif kind == "schema":
-            check_version(event["version"])
-            if self.entries:
-                raise ValueError("a schema after trajectories")
-            self.schema = Schema.from_json(event["columns"])
+            version = check_version(event["version"])
+            schema = Schema.from_json(event["columns"])
+            if self.entries and schema != self.schema:
+                raise ValueError("another schema after trajectories")
+            self.schema, self.version = schema, version
         elif kind == "drop":
             for trajectory_id in ids_of(event):
                 self.drop(trajectory_id)
@@ -136,7 +142,7 @@ class Contents:
     def load(self, other: Contents) -> None:
         """Take another's place: its trajectories and schema instead of these; ids go on rising."""
         self._bury_all()
-        self.schema = other.schema
+        self.schema, self.version = other.schema, other.version
         self.num_added += other.num_added
         self.entries = dict(other.entries)
         self.total_samples = other.total_samples
@@ -462,10 +468,14 @@ class TrajectoryIndex:
         lines = b""
         if self.contents.entries and schema != self.contents.schema:
             raise ValueError(f"expected {self.contents.schema}, got {schema}.")
-        if not self.contents.entries:  # what was said of others before does not bind this one
-            lines = _encode({"event": "schema", "version": VERSION, "columns": schema.to_json()})
+        version = _version_of(schema, [entry])
+        # What was said of others that are gone does not bind this one.
+        is_said = bool(self.contents.entries) and version <= self.contents.version
+        if not is_said:
+            lines = _encode({"event": "schema", "version": version, "columns": schema.to_json()})
         self._append(lines + _encode({"event": "add", "entry": entry.to_json()}))
-        self.contents.schema = schema
+        if not is_said:
+            self.contents.schema, self.contents.version = schema, version
         self.contents.add(entry)
 
     def clear(self) -> None:
@@ -483,8 +493,10 @@ class TrajectoryIndex:
 
     def load(self, contents: Contents) -> None:
         """Others, whose files are in the directory, have taken the place of all trajectories."""
-        self._append(_encode(_load_event(contents)))
+        event = _load_event(contents)
+        self._append(_encode(event))
         self.contents.load(contents)
+        self.contents.version = event["version"]
 
     def check(self) -> None:
         """OSError unless the directory is the store that was opened, and no other writer's.
@@ -661,7 +673,7 @@ def _load_event(contents: Contents) -> dict[str, Any]:
     schema = contents.schema
     return {
         "event": "load",
-        "version": VERSION,
+        "version": _version_of(schema, contents.entries.values()),
         "columns": None if schema is None else schema.to_json(),
         "entries": [entry.to_json() for entry in contents.entries.values()],
         "trajectory_counter": contents.trajectory_counter,
@@ -699,8 +711,9 @@ def _encode_snapshot(contents: Contents, metadata: dict[str, Any]) -> Iterator[b
         block = {str(i): entry.to_json() for i, entry in entries[start : start + _BLOCK]}
         yield (", " if start else "").encode() + json.dumps(block)[1:-1].encode()
     yield b'}, "trajectory_id_list": ' + json.dumps([i for i, _ in entries]).encode()
+    version = _version_of(contents.schema, contents.entries.values())
     schema = None if contents.schema is None else contents.schema.to_json()
-    yield f', "version": {VERSION}, "schema": {json.dumps(schema)}'.encode()
+    yield f', "version": {version}, "schema": {json.dumps(schema)}'.encode()
     yield f', "metadata": {json.dumps(metadata)}'.encode()
 
 
@@ -730,8 +743,8 @@ def read_snapshot(path: str, contents: Contents) -> None:
 
 def read_load(event: dict[str, Any]) -> Contents:
     """What a "load" event brings; one of `BAD_JSON` if it is none, VersionError of a newer's."""
-    check_version(event["version"])
     contents = Contents()
+    contents.version = check_version(event["version"])
     if event["columns"] is not None:
         contents.schema = Schema.from_json(event["columns"])
     for entry in event["entries"]:
@@ -755,12 +768,24 @@ def checked_counter(counter: Any) -> int:
     return whole("trajectory_counter", counter, bound=MAX_NUMBER)
 
 
-def check_version(version: Any) -> None:
-    """VersionError for what a newer mmbuf wrote."""
-    if whole("version", version, 1) > VERSION:
+def check_version(version: Any) -> int:
+    """``version`` from JSON; VersionError for that of what a newer mmbuf wrote."""
+    found = whole("version", version, 1)
+    if found > VERSION:
         raise VersionError(
             f"expected store version {VERSION} or older, got {version}. Update mmbuf."
         )
+    return found
+
+
+def _version_of(schema: Schema | None, entries: Iterable[Entry]) -> int:
+    """The oldest version that can tell of these entries."""
+    if schema is None:
+        return 1
+    # Most have the layout of others. Equal parts of a journal are one object.
+    layouts = {(id(entry.parts), entry.num_samples): entry for entry in entries}
+    rows = (([part.rows for part in e.parts], e.num_samples) for e in layouts.values() if e.parts)
+    return max((schema.version_of(*of_entry) for of_entry in rows), default=1)
 
 
 def _encode(event: dict[str, Any]) -> bytes:

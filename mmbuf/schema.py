@@ -15,9 +15,11 @@ float8_*             uint8                the bits; viewed back with torch.view
 text                 int32                codes into a table of strings
 ===================  ===================  ======================================
 
-``dones``, ``terminations``, ``truncations`` may have ``T + E`` steps (E divides T: one *leading*
-step per rollout epoch) and ``prev_values`` too (one *trailing* step per epoch). The E steps are
-*left out* of the rows: a column of N rows keeps them behind, as rows ``N ... N + E * B``.
+T is the length of ``rewards``, else of ``curr_obs``, else of most columns. Any other column may
+have ``T + E`` steps, one more for each of E rollout epochs (E divides T, and is the same for all
+columns): ``dones``, ``terminations``, ``truncations`` a *leading* one, others a *trailing* one. The
+E steps are *left out* of the rows: a column of N rows keeps them behind, as rows ``N ... N + E *
+B``. So row ``t`` of epoch ``e`` is step ``e * (T / E + 1) + t`` of a column with trailing steps.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +46,8 @@ Array = np.ndarray[Any, Any]
 
 TEXT = "text"
 LEADING: frozenset[Path] = frozenset({("dones",), ("terminations",), ("truncations",)})
-TRAILING: frozenset[Path] = frozenset({("prev_values",)})
+# Those that mostly have left-out steps. In files of version 1 only they have any.
+UNSTEADY: frozenset[Path] = LEADING | {("prev_values",)}
 
 _PLAIN = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -242,7 +246,10 @@ class Schema:
         return shapes
 
     def check_rows(self, rows: Sequence[int], num_steps: int, num_envs: int) -> None:
-        """SchemaError unless columns of so many ``rows`` can be those of one ``[T, B, ...]``."""
+        """SchemaError unless columns of so many ``rows`` can be those of one ``[T, B, ...]``.
+
+        Columns may differ in E, as in files of version 1.
+        """
         if not self.columns:
             raise SchemaError("trajectory: expected at least one column, got none.")
         for column, n in zip(self.columns, rows, strict=True):
@@ -253,6 +260,13 @@ class Schema:
                 )
             if steps != num_steps:
                 _extra_steps(column, steps, num_envs, num_steps, num_envs)
+
+    def version_of(self, rows: Sequence[int], num_rows: int) -> int:
+        """The oldest version of files and stores whose columns may have so many ``rows`` for N."""
+        for column, n in zip(self.columns, rows, strict=True):
+            if n != num_rows and (column.path not in UNSTEADY or column.is_text):
+                return 2
+        return 1
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
@@ -328,9 +342,21 @@ class Payload:
         ]
         return self
 
+    def steps_of(self, position: int, *, with_left_out: bool = False) -> Array:
+        """Which steps of a column's leaf its rows are: int64 ``[T]``, or ``[T + E]``."""
+        extra = self.extra_steps[position]
+        if not extra:
+            return np.arange(self.num_steps)
+        epochs = np.arange(self.num_steps + extra).reshape(extra, -1)
+        aligned, left_out = _split_epochs(epochs, self.schema.columns[position].path)
+        return np.concatenate([aligned.reshape(-1), *([left_out] if with_left_out else [])])
+
     def texts(self, position: int) -> list[str]:
-        """The N strings of a text column, in row order."""
-        return list(itertools.chain.from_iterable(self._leaves[position]))
+        """The ``N + E * B`` strings of a text column, in row order, left-out ones behind."""
+        leaf: Any = self._leaves[position]
+        if self.extra_steps[position]:
+            leaf = [leaf[step] for step in self.steps_of(position, with_left_out=True).tolist()]
+        return list(itertools.chain.from_iterable(leaf))
 
     def copy_rows(self, position: int, rows: Array) -> None:
         """Copy a column (not text) into ``rows`` ``[N + E * B, *S]``, left-out rows behind."""
@@ -349,12 +375,15 @@ class Payload:
         _copy(rows[n:].reshape(extra, envs, *column.row_shape), left_out, column)
 
 
-def measure(fields: Mapping[str, Any], schema: Schema | None = None) -> Payload:
+def measure(
+    fields: Mapping[str, Any], schema: Schema | None = None, *, is_stored: bool = False
+) -> Payload:
     """Measure the nested dict ``fields`` of ``[T, B, ...]`` leaves against ``schema``.
 
     Without a schema the leaves decide it. Leaves are torch tensors (any device and strides), NumPy
     arrays, or text: ``list[T]`` of ``list[B]`` of str. Nothing is copied. Every misfit is a
-    `SchemaError` that names the column, what was expected and what came.
+    `SchemaError` that names the column, what was expected and what came. Only in what ``is_stored``
+    may columns differ in E: there were such once.
     """
     if schema is None:
         found = [(path, _checked(path, leaf)) for path, leaf in _flatten(fields)]
@@ -371,11 +400,15 @@ def measure(fields: Mapping[str, Any], schema: Schema | None = None) -> Payload:
         for column, leaf in zip(schema.columns, leaves, strict=True):
             _check_fits(column, leaf)
     sizes = [_length_and_width(leaf) for leaf in leaves]
-    num_steps, num_envs = _steps_and_envs(schema, sizes)
+    num_steps, num_envs, as_in = _steps_and_envs(schema, sizes)
     extra = tuple(
-        0 if size == (num_steps, num_envs) else _extra_steps(column, *size, num_steps, num_envs)
+        0
+        if size == (num_steps, num_envs)
+        else _extra_steps(column, *size, num_steps, num_envs, as_in)
         for column, size in zip(schema.columns, sizes, strict=True)
     )
+    if not is_stored:
+        _check_epochs(schema, num_steps, extra)
     return Payload(schema, leaves, num_steps, num_envs, extra)
 
 
@@ -413,6 +446,14 @@ def interleave(rows: Array, column: Column, num_steps: int, num_envs: int) -> Ar
     aligned[...] = rows[:n].reshape(aligned.shape)
     left_out[...] = rows[n:].reshape(left_out.shape)
     return whole.reshape(num_steps + extra, num_envs, *column.row_shape)
+
+
+def interleave_text(
+    strings: Sequence[str], column: Column, num_steps: int, num_envs: int
+) -> list[list[str]]:
+    """As `interleave`: the strings of N + E * B rows as ``list[T + E]`` of ``list[B]``."""
+    numbers = interleave(np.arange(len(strings), dtype=np.int32), column, num_steps, num_envs)
+    return [[strings[number] for number in step] for step in numbers.tolist()]
 
 
 class TextTable:
@@ -457,9 +498,9 @@ class TextTable:
 
 def _split_epochs(epochs: Any, path: Path) -> tuple[Any, Any]:
     """``[E, L + 1, ...]`` as its aligned steps ``[E, L, ...]`` and left-out ones ``[E, ...]``."""
-    if path in TRAILING:
-        return epochs[:, :-1], epochs[:, -1]
-    return epochs[:, 1:], epochs[:, 0]
+    if path in LEADING:
+        return epochs[:, 1:], epochs[:, 0]
+    return epochs[:, :-1], epochs[:, -1]
 
 
 def _name(path: Path) -> str:
@@ -581,41 +622,62 @@ def _length_and_width(leaf: Leaf) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _steps_and_envs(schema: Schema, sizes: list[tuple[int, int]]) -> tuple[int, int]:
-    """T and B: those of the first column that leaves no step out, else of the shortest one."""
-    steady = (
-        size
-        for size, column in zip(sizes, schema.columns, strict=True)
-        if column.path not in LEADING and column.path not in TRAILING
+def _steps_and_envs(schema: Schema, sizes: list[tuple[int, int]]) -> tuple[int, int, str]:
+    """T and B, and who says T: of ``rewards``, else ``curr_obs``, else all but `UNSTEADY` most do.
+
+    Of lengths that equally many columns have it is the shortest; the shortest of all where every
+    column is unsteady. B is that of most columns.
+    """
+    pairs = list(zip(schema.columns, sizes, strict=True))
+    telling = (
+        [pair for pair in pairs if pair[0].path[0] == "rewards"]
+        or [pair for pair in pairs if pair[0].path[0] == "curr_obs"]
+        or [pair for pair in pairs if pair[0].path not in UNSTEADY]
+        or [min(pairs, key=lambda pair: pair[1])]
     )
-    num_steps, num_envs = next(steady, None) or min(sizes)
+    counts = Counter(length for _, (length, _) in telling)
+    num_steps = max(counts, key=lambda length: (counts[length], -length))
+    column = next(column for column, (length, _) in telling if length == num_steps)
+    ((num_envs, _),) = Counter(width for _, width in sizes).most_common(1)
     if num_steps == 0 or num_envs == 0:
         raise SchemaError(
             f"trajectory: expected at least one step of one environment, "
             f"got T = {num_steps}, B = {num_envs}."
         )
-    return num_steps, num_envs
+    return num_steps, num_envs, f" as in column {column.name!r}"
 
 
-def _extra_steps(column: Column, length: int, width: int, num_steps: int, num_envs: int) -> int:
-    """E, the number of left-out steps of a leaf ``[length, width, ...]``."""
+def _extra_steps(
+    column: Column, length: int, width: int, num_steps: int, num_envs: int, as_in: str = ""
+) -> int:
+    """E, the number of left-out steps of a leaf ``[length, width, ...]``; ``as_in``: who says T."""
     if width != num_envs:
         raise SchemaError(
             f"column {column.name!r}: expected B = {num_envs} as in the other columns, "
             f"got {width} of shape [T, B, ...]."
         )
     extra = length - num_steps
-    if column.is_text or (column.path not in LEADING and column.path not in TRAILING):
+    if extra < 0 or (extra and num_steps % extra):
         raise SchemaError(
-            f"column {column.name!r}: expected T = {num_steps} steps as in the other columns, "
-            f"got {length}."
-        )
-    if extra < 0 or num_steps % extra:
-        raise SchemaError(
-            f"column {column.name!r}: expected T = {num_steps} steps or T + E with E a divisor "
-            f"of T, got {length}."
+            f"column {column.name!r}: expected T = {num_steps} steps{as_in}, or T + E with E a "
+            f"divisor of T, got {length}."
         )
     return extra
+
+
+def _check_epochs(schema: Schema, num_steps: int, extra_steps: Sequence[int]) -> None:
+    """SchemaError unless all columns that have left-out steps have equally many."""
+    first = ""
+    extra = 0
+    for column, found in zip(schema.columns, extra_steps, strict=True):
+        if found and not extra:
+            first, extra = column.name, found
+        elif found and found != extra:
+            raise SchemaError(
+                f"column {column.name!r}: expected T = {num_steps} steps or T + E = "
+                f"{num_steps + extra} as in column {first!r}, got {num_steps + found}: one "
+                "trajectory has one number of rollout epochs, E."
+            )
 
 
 def _copy(rows: Array, leaf: Any, column: Column) -> None:

@@ -29,6 +29,11 @@ class Trajectory:
     Nothing is checked or copied before the trajectory is added, measured or split. Two
     trajectories are equal only if they are the same object.
 
+    T is the length of ``rewards``, else of ``curr_obs``, else of most columns but the flags. Any
+    other column may be ``[T + E, B, ...]``, with one step more for each of E rollout epochs (E
+    divides T, and is the same for all): ``terminations``, ``truncations`` and ``dones`` a leading
+    one, others a trailing bootstrap step. These steps are no part of the rows.
+
     ==================  ======================================================================
     field               shape
     ==================  ======================================================================
@@ -37,12 +42,11 @@ class Trajectory:
     actions             ``[T, B, action_dim]``
     intervene_flags     ``[T, B, action_dim]`` bool: a person or another policy acted
     rewards             ``[T, B, ...]``
-    terminations        ``[T, B, ...]`` or ``[T + E, B, ...]``: one leading step per rollout epoch
-    truncations         as terminations
-    dones               as terminations
+    terminations        ``[T, B, ...]``
+    truncations         ``[T, B, ...]``
+    dones               ``[T, B, ...]``
     prev_logprobs       ``[T, B, ...]``
-    prev_values         ``[T, B, ...]`` or ``[T + E, B, ...]``: one trailing bootstrap step per
-                        rollout epoch
+    prev_values         ``[T, B, ...]``
     versions            ``[T, B, ...]``: which version of the weights acted
     forward_inputs      dict, may nest: leaves ``[T, B, ...]``, or text as list[T] of list[B] of str
     curr_obs            as forward_inputs
@@ -50,8 +54,6 @@ class Trajectory:
     extra               dict of further columns, leaves as above; stored beside the fields under
                         their own names, which must not be names of fields
     ==================  ======================================================================
-
-    E divides T.
     """
 
     max_episode_length: int = 0
@@ -104,7 +106,7 @@ class Trajectory:
 
     @property
     def num_steps(self) -> int:
-        """T: that of the first column that may not have T + E steps, else the smallest length.
+        """T, without the steps that are left out of the rows.
 
         Columns that do not fit together, and no column at all, are a `SchemaError` (a ValueError).
         """
@@ -149,21 +151,26 @@ class Trajectory:
     def select(self, mask: Any, mode: str = "any") -> list[Trajectory]:
         """The rows where ``mask`` holds: a trajectory ``[T', 1, ...]`` for each environment of any.
 
-        ``mask`` is ``[T, B, ...]`` of truth values, such as `intervene_flags`; where a row has
-        several, ``mode`` says whether one is enough ("any") or "all" have to hold. All columns are
-        those of the rows kept, flags too: steps that are left out of the rows (see `dones`) are not
-        in the parts. Environments without such a row have no part. The parts are copies, on the
-        CPU, with the metadata of the whole. ValueError for another mode or a mask of another T, B.
+        ``mask`` is ``[T, B, ...]`` of truth values, or a column of this trajectory, such as
+        `intervene_flags`, whose left-out steps are then left out; where a row has several values,
+        ``mode`` says whether one is enough ("any") or "all" have to hold. All columns are those of
+        the rows kept: steps that are left out of the rows are not in the parts. Environments
+        without such a row have no part. The parts are copies, on the CPU, with the metadata of the
+        whole. ValueError for another mode or a mask of another T, B.
         """
         if mode not in ("any", "all"):
             raise ValueError(f"mode: expected 'any' or 'all', got {mode!r}.")
-        payload = measure(self.to_columns())
+        fields = self.to_columns()
+        payload = measure(fields)
         num_steps, num_envs = payload.num_steps, payload.num_envs
         chosen: Array = np.asarray(torch.as_tensor(mask).detach().cpu(), np.bool_)
+        for position, leaf in enumerate(payload.schema.leaves(fields, "trajectory")):
+            if leaf is mask:
+                chosen = chosen[payload.steps_of(position)]
         if chosen.shape[:2] != (num_steps, num_envs):
             raise ValueError(
-                f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...], "
-                f"got {list(chosen.shape)}."
+                f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...] or a column of "
+                f"the trajectory, got {list(chosen.shape)}."
             )
         chosen = chosen.reshape(num_steps, num_envs, -1)
         chosen = np.asarray(chosen.any(2) if mode == "any" else chosen.all(2))
@@ -238,7 +245,7 @@ def _rows_of(payload: Payload, position: int) -> torch.Tensor | list[str]:
     """A column's rows ``[N, *S]``, without left-out ones; a copy."""
     column = payload.schema.columns[position]
     if column.is_text:
-        return payload.texts(position)
+        return payload.texts(position)[: payload.num_samples]
     rows = np.empty((payload.rows[position], *column.row_shape), column.storage)
     payload.copy_rows(position, rows)
     return column.tensor(rows[: payload.num_samples])

@@ -41,7 +41,7 @@ from mmbuf.notebook import Shown, told_bytes
 from mmbuf.places import Slot
 from mmbuf.sampling.draw import Delivery, Draw, Sampler
 from mmbuf.sampling.uniform import Uniform, uniform
-from mmbuf.schema import Column, Schema, interleave
+from mmbuf.schema import Column, Schema, interleave, interleave_text
 from mmbuf.staging import Staging, as_device
 from mmbuf.trajectory import Trajectory
 
@@ -726,7 +726,7 @@ def _nothing_to_put(entry: Entry, path: str, format_name: str) -> Entry:
 def _whole(column: Column, leaf: Leaf, num_steps: int, num_envs: int) -> Any:
     """The rows of one column as ``[T, B, ...]`` or ``[T + E, B, ...]``."""
     if isinstance(leaf, list):
-        return [leaf[t * num_envs : (t + 1) * num_envs] for t in range(num_steps)]
+        return interleave_text(leaf, column, num_steps, num_envs)
     return column.tensor(interleave(leaf, column, num_steps, num_envs))
 
 

@@ -247,7 +247,7 @@ def every_dtype() -> dict[str, Any]:
         "rewards": random_bits("float32", (4, 3), 1),
         "none": torch.zeros(4, 3, 2, 0),
         "dones": random_bits("bool", (6, 3), 2),
-        "prev_values": random_bits("bfloat16", (5, 3, 1), 3),
+        "prev_values": random_bits("bfloat16", (6, 3, 1), 3),
         "text": [["put the carrot", "é", ""], ["日本"] * 3, ["", "é", "a"], ["a"] * 3],
         "other text": [["", "", ""]] * 4,
     }

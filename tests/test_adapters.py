@@ -1,7 +1,8 @@
 """`pt` and `pkl` files: RLinf's are read, ours are read by it, and no file runs code.
 
-The fixtures were written by RLinf 0.3.0. Beside each lies ``expected.json``: of each column of each
-trajectory the dtype, shape and SHA-256 of its N rows.
+The fixtures were written by RLinf 0.3.0, those of ``rlinf_main`` by its main branch. Beside
+each lies ``expected.json``: of each column of each trajectory the dtype, shape and SHA-256 of its N
+rows.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def every_kind() -> dict[str, Any]:
         "rewards": random_bits("float32", (4, 3), 1),
         "none": torch.zeros(4, 3, 2, 0),
         "dones": random_bits("bool", (6, 3), 2),
-        "terminations": random_bits("bool", (5, 3, 1), 3),
+        "terminations": random_bits("bool", (6, 3, 1), 3),
         "prev_values": random_bits("bfloat16", (6, 3, 2), 4),
         "text": [["put the carrot", "é", ""], ["日本"] * 3, ["", "é", "a"], ["a"] * 3],
         "a.b\\c/d": {"..": {"e/f": random_bits("int16", (4, 3, 2), 5)}, "": torch.ones(4, 3)},
@@ -168,7 +169,7 @@ def test_a_file_of_rlinf_says_what_its_index_says(path: Path) -> None:
 
 
 def test_all_fixtures_are_there() -> None:
-    assert len(RLINF_FILES) == 4 + 4 + 3 + 4 + 2 + 6
+    assert len(RLINF_FILES) == 4 + 4 + 3 + 4 + 2 + 6 + 3
 
 
 def test_flags_of_rlinf_keep_their_leading_steps() -> None:
@@ -699,7 +700,7 @@ def test_a_file_of_something_else_is_corrupt(adapter: Any, tmp_path: Path, data:
         {1: [["a"]]},
         {"rewards": [["a", 1]]},
         {"rewards": [["a"]] * 2 + [["a", "b"]]},
-        {"rewards": [["a"]], "actions": [["a"], ["b"]]},
+        {"rewards": [["a"]], "actions": [["a"], ["b"], ["c"]]},
         {"rewards": [["\ud800"]]},
         {"\ud800": [["a"]]},
         {"rewards": [["a"]], "max_episode_length": "3"},
@@ -718,7 +719,7 @@ def test_an_object_that_is_no_trajectory_is_refused(
     [
         torch.ones(2, 2),
         {"rewards": torch.ones(4)},
-        {"rewards": torch.ones(2, 2), "actions": torch.ones(3, 2)},
+        {"rewards": torch.ones(2, 2), "actions": torch.ones(5, 2)},
         {"rewards": torch.ones(2, 2), "dones": torch.ones(1, 2)},
         {"rewards": torch.ones(0, 2)},
         {"rewards": torch.ones(2, 2).to_sparse()},

@@ -624,7 +624,7 @@ def test_leading_flags_and_metadata_come_through_every_format(path: Path, form: 
     item = {
         **trajectory(0, 4, 3),
         "dones": random_bits("bool", (6, 3), 1),  # two epochs
-        "prev_values": random_bits("bfloat16", (5, 3, 2), 2),
+        "prev_values": random_bits("bfloat16", (6, 3, 2), 2),
         "max_episode_length": 80,
         "model_weights_id": "weights/é",
     }
@@ -1568,9 +1568,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "not an index: ValueError",
     ),
     "a newer version": (
-        lambda path: rewrite(path, lambda s: s.update(version=2)),
+        lambda path: rewrite(path, lambda s: s.update(version=3)),
         VersionError,
-        "trajectory_index.json: expected store version 1 or older, got 2. Update mmbuf.",
+        "trajectory_index.json: expected store version 2 or older, got 3. Update mmbuf.",
     ),
     "no metadata": (
         lambda path: rewrite(path, lambda s: s.update(metadata=None)),
@@ -2748,6 +2748,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 DIRECTORIES = sorted(
     str(found.parent.relative_to(FIXTURES)) for found in FIXTURES.rglob("metadata.json")
 )
+FLAGS = ("terminations", "truncations", "dones")
 by_directory = pytest.mark.parametrize("name", DIRECTORIES)
 
 
@@ -2776,7 +2777,7 @@ def column_hashes(columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         extra = len(leaf) - num_steps
         if extra:
             epochs = leaf.reshape(extra, num_steps // extra + 1, *leaf.shape[1:])
-            leaf = epochs[:, :-1] if name == "prev_values" else epochs[:, 1:]
+            leaf = epochs[:, 1:] if name in FLAGS else epochs[:, :-1]
             leaf = leaf.reshape(num_steps, *leaf.shape[2:])
         rows = leaf.reshape(-1, *leaf.shape[2:]).contiguous()
         data = rows.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -2800,7 +2801,8 @@ def flat(columns: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch
 
 def test_all_directories_of_rlinf_are_there() -> None:
     names = ["rlinf_pkl", "rlinf_pt", "rlinf_pt_extra_dones", "rlinf_pt_ragged", "rlinf_pt_window2"]
-    assert [*names, "rlinf_ranks/rank_0", "rlinf_ranks/rank_1"] == DIRECTORIES
+    ranks = ["rlinf_ranks/rank_0", "rlinf_ranks/rank_1"]
+    assert ["rlinf_main/store_pt", *names, *ranks] == DIRECTORIES
 
 
 @by_directory

@@ -184,13 +184,13 @@ def test_odd_text_comes_back(format_: Format, tmp_path: Path, strings: list[str]
 
 
 def test_left_out_rows_lie_behind_the_aligned_ones(format_: Format, tmp_path: Path) -> None:
-    dones = torch.arange(5 * 2).reshape(5, 2)
+    dones = torch.arange(6 * 2).reshape(6, 2)
     values = torch.arange(6 * 2).reshape(6, 2) + 100
     fields = {"rewards": torch.zeros(4, 2), "dones": dones, "prev_values": values}
     file = write(format_, tmp_path / "a", fields)
-    assert [part.rows for part in file.entry.parts] == [8, 10, 12]
+    assert [part.rows for part in file.entry.parts] == [8, 12, 12]
     leaves = file.load()
-    assert leaves[1].tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert leaves[1].tolist() == [2, 3, 4, 5, 8, 9, 10, 11, 0, 1, 6, 7]
     assert leaves[2].tolist() == [100, 101, 102, 103, 106, 107, 108, 109, 104, 105, 110, 111]
     whole = [interleave(*pair, 4, 2) for pair in zip(leaves, file.schema.columns, strict=True)]
     assert np.array_equal(whole[1], dones)

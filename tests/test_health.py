@@ -158,7 +158,11 @@ def test_nothing_is_found_in_a_store_that_was_cleared_loaded_and_bounded(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "name", ["rlinf_pt", "rlinf_pkl", "rlinf_pt_extra_dones", "rlinf_pt_ragged", "rlinf_pt_window2"]
+    "name",
+    [
+        *("rlinf_pt", "rlinf_pkl", "rlinf_pt_extra_dones", "rlinf_pt_ragged", "rlinf_pt_window2"),
+        "rlinf_main",
+    ],
 )
 def test_nothing_is_found_in_what_rlinf_wrote(tmp_path: Path, name: str) -> None:
     for found in (Path(__file__).parent / "fixtures" / name).rglob("metadata.json"):
@@ -1035,7 +1039,7 @@ def test_what_is_half_written_is_a_remark(tmp_path: Path) -> None:
 def test_files_of_a_newer_mmbuf_are_no_damage_and_never_moved(tmp_path: Path) -> None:
     path = store(tmp_path / "a", "npy")
     header = file_of(path, 1) / "trajectory.json"
-    header.write_bytes(header.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    header.write_bytes(header.read_bytes().replace(b'"version": 1', b'"version": 3'))
     ((name, what),) = remarks(path)
     assert (name, "Update mmbuf" in what) == ("trajectory_1_.npy", True)
     before = contents_of(path)

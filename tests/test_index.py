@@ -632,11 +632,11 @@ def test_an_id_may_come_again_after_its_drop(tmp_path: Path) -> None:
 
 
 def test_a_newer_version_is_refused_by_path(tmp_path: Path) -> None:
-    append(tmp_path, line_of({"event": "schema", "version": 2, "columns": "of another kind"}))
+    append(tmp_path, line_of({"event": "schema", "version": 3, "columns": "of another kind"}))
     with pytest.raises(VersionError) as error:
         index.read(str(tmp_path))
     assert str(error.value) == (
-        f"{tmp_path / JOURNAL}: expected store version 1 or older, got 2. Update mmbuf."
+        f"{tmp_path / JOURNAL}: expected store version 2 or older, got 3. Update mmbuf."
     )
     with pytest.raises(VersionError):
         TrajectoryIndex(str(tmp_path))
@@ -1419,15 +1419,15 @@ def test_an_index_that_is_no_json_object_is_corrupt(tmp_path: Path, data: bytes)
 
 def test_a_checkpoint_of_a_newer_version_is_refused_by_path(tmp_path: Path) -> None:
     path = Path(write_checkpoint(tmp_path, 1))
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
     with pytest.raises(VersionError) as error:
         index.read(str(tmp_path))
-    assert str(error.value).startswith(f"{path}: expected store version 1 or older, got 2")
+    assert str(error.value).startswith(f"{path}: expected store version 2 or older, got 3")
 
 
 def test_an_empty_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     index.write_snapshots(str(tmp_path), Contents(), {})
     path = tmp_path / INDEX
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
     with pytest.raises(VersionError):
         index.read(str(tmp_path))

@@ -394,8 +394,8 @@ def _with_header(file: Written, old: str, new: str) -> None:
 
 
 def test_a_header_of_a_newer_version_is_refused_by_name(small: Written) -> None:
-    _with_header(small, '"version": 1,', '"version": 2,')
-    message = r"trajectory\.json: expected file version 1 or older, got 2\. Update mmbuf\."
+    _with_header(small, '"version": 1,', '"version": 3,')
+    message = r"trajectory\.json: expected file version 2 or older, got 3\. Update mmbuf\."
     with pytest.raises(VersionError, match=message):
         small.describe()
     with pytest.raises(VersionError, match=message):

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from mmbuf.errors import SchemaError
 from mmbuf.schema import (
     LEADING,
-    TRAILING,
+    UNSTEADY,
     Column,
     Payload,
     Schema,
     TextTable,
     interleave,
+    interleave_text,
     measure,
 )
 
@@ -316,7 +317,7 @@ def test_every_epoch_leaves_its_last_value_out() -> None:
     assert rows.tolist() == [0, 1, 3, 4, 2, 5]
 
 
-@pytest.mark.parametrize("name", sorted(path[0] for path in LEADING | TRAILING))
+@pytest.mark.parametrize("name", sorted(path[0] for path in UNSTEADY))
 @pytest.mark.parametrize("extra", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "complex64"])
 def test_steps_and_left_out_steps_are_put_together_again(name: str, extra: int, dtype: str) -> None:
@@ -342,9 +343,125 @@ def test_flags_of_t_steps_have_nothing_left_out() -> None:
     assert payload.rows == (8, 8)
 
 
-def test_only_the_flags_of_the_top_level_may_have_more_steps() -> None:
-    with pytest.raises(SchemaError, match=r"^column 'curr_obs\.dones': expected T = 4 steps"):
-        measure({"rewards": torch.zeros(4, 2), "curr_obs": {"dones": torch.zeros(5, 2)}})
+@pytest.mark.parametrize("path", ["actions", "curr_obs.dones", "forward_inputs.deep.action"])
+def test_every_epoch_leaves_the_last_step_of_any_other_column_out(path: str) -> None:
+    leaf: Any = torch.arange(6 * 2).reshape(6, 2)
+    nested = leaf
+    for key in reversed(path.split(".")):
+        nested = {key: nested}
+    payload = measure({"rewards": torch.zeros(4, 2), **nested})
+    assert payload.extra_steps == (0, 2)
+    assert copied(payload, 1).tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("path", "rows"),
+    [("task", ["a", "b", "d", "e", "c", "f"]), ("dones", ["b", "c", "e", "f", "a", "d"])],
+)
+def test_text_has_left_out_steps_as_numbers_do(path: str, rows: list[str]) -> None:
+    leaf = [[string] for string in "abcdef"]
+    payload = measure({"rewards": torch.zeros(4, 1), path: leaf})
+    assert payload.texts(1) == rows
+    assert payload.rows == (4, 6)
+    assert interleave_text(rows, payload.schema.columns[1], 4, 1) == leaf
+
+
+def zeros(lengths: Mapping[str, int]) -> dict[str, Any]:
+    """Columns by their names, nested, of so many steps of one environment."""
+    fields: dict[str, Any] = {}
+    for name, length in lengths.items():
+        home = fields
+        *outer, last = name.split(".")
+        for key in outer:
+            home = home.setdefault(key, {})
+        home[last] = torch.zeros(length, 1)
+    return fields
+
+
+TOLD: dict[str, tuple[dict[str, int], int, tuple[int, ...]]] = {
+    "rewards": ({"actions": 5, "curr_obs.a": 5, "rewards": 4}, 4, (1, 1, 0)),
+    "rewards of a kind each": ({"actions": 5, "rewards.a": 4, "rewards.b": 4}, 4, (1, 0, 0)),
+    "curr_obs": ({"x": 6, "y": 6, "curr_obs.a": 4, "z": 6}, 4, (2, 2, 0, 2)),
+    "most of curr_obs": ({"curr_obs.a": 5, "curr_obs.b": 4, "curr_obs.c": 4}, 4, (1, 0, 0)),
+    "most": ({"x": 4, "y": 5, "z": 4}, 4, (0, 1, 0)),
+    "flags count for nothing": (
+        {"dones": 5, "truncations": 5, "x": 4, "prev_values": 5, "y": 5},
+        4,
+        (1, 1, 0, 1, 1),
+    ),
+    "the shorter of two": ({"x": 5, "y": 4}, 4, (1, 0)),
+    "one beside flags": ({"dones": 4, "x": 4}, 4, (0, 0)),
+    "flags and values alone": ({"prev_values": 5, "dones": 4}, 4, (1, 0)),
+    "all alike": ({"x": 5, "y": 5, "dones": 5}, 5, (0, 0, 0)),
+    "one step": ({"rewards": 1, "dones": 2, "actions": 2}, 1, (0, 1, 1)),
+    "an epoch a step": ({"rewards": 3, "dones": 6, "actions": 6}, 3, (0, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("told_by", TOLD)
+def test_t_is_that_of_rewards_else_of_curr_obs_else_of_most(told_by: str) -> None:
+    lengths, num_steps, extra_steps = TOLD[told_by]
+    payload = measure(zeros(lengths))
+    assert (payload.num_steps, payload.extra_steps) == (num_steps, extra_steps)
+
+
+UNTOLD: dict[str, tuple[dict[str, int], str]] = {
+    "longer rewards": (
+        {"rewards": 5, "x": 4},
+        r"^column 'x': expected T = 5 steps as in column 'rewards', or T \+ E .*, got 4\.$",
+    ),
+    "one shorter than most": (
+        {"x": 4, "y": 5, "z": 5},
+        r"^column 'x': expected T = 5 steps as in column 'y', or T \+ E .*, got 4\.$",
+    ),
+    "all longer but flags": (
+        {"x": 5, "y": 5, "dones": 4},
+        r"^column 'dones': expected T = 5 steps as in column 'x', or T \+ E .*, got 4\.$",
+    ),
+    "two numbers of epochs": (
+        {"rewards": 4, "dones": 6, "actions": 5},
+        r"^column 'actions': expected T = 4 steps or T \+ E = 6 as in column 'dones', got 5",
+    ),
+    "more epochs than steps": (
+        {"rewards": 4, "actions": 12},
+        r"^column 'actions': expected T = 4 steps .*, got 12\.$",
+    ),
+    "no steps of rewards": ({"rewards": 0, "x": 1}, r"^trajectory: .* got T = 0, B = 1\.$"),
+    "no steps of another": ({"rewards": 2, "x": 0}, r"^column 'x': expected T = 2 .* got 0\.$"),
+}
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_lengths_that_no_epochs_explain_are_refused(kind: str) -> None:
+    lengths, message = UNTOLD[kind]
+    with pytest.raises(SchemaError, match=message):
+        measure(zeros(lengths))
+
+
+def test_what_was_stored_with_two_numbers_of_epochs_is_still_read() -> None:
+    payload = measure(zeros({"rewards": 4, "dones": 6, "prev_values": 5}), is_stored=True)
+    assert payload.extra_steps == (0, 2, 1)
+    payload.schema.check_rows([4, 6, 5], 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "version"),
+    [
+        ({"rewards": 4, "actions": 4}, 1),
+        ({"rewards": 4, "dones": 6, "prev_values": 6}, 1),
+        ({"rewards": 4, "dones": 6, "actions": 6}, 2),
+    ],
+)
+def test_only_what_an_older_mmbuf_cannot_read_is_of_version_2(
+    lengths: dict[str, int], version: int
+) -> None:
+    payload = measure(zeros(lengths))
+    assert payload.schema.version_of(payload.rows, payload.num_samples) == version
+
+
+def test_text_with_left_out_steps_is_of_version_2() -> None:
+    payload = measure({"rewards": torch.zeros(1, 1), "dones": [["a"], ["b"]]})
+    assert payload.schema.version_of(payload.rows, 1) == 2
 
 
 def test_interleave_without_left_out_rows_is_a_view() -> None:
@@ -617,15 +734,17 @@ MISFITS: dict[str, tuple[str, Any, str]] = {
         torch.zeros(4, 3),
         r"^column 'curr_obs\.task': expected text rows of shape \(\), got float32 \(\)\.$",
     ),
-    "T": (
-        "curr_obs.states",
-        torch.zeros(5, 3, 2),
-        r"^column 'curr_obs\.states': expected T = 4 steps as in the other columns, got 5\.$",
+    "fewer steps": (
+        "actions",
+        torch.zeros(3, 3, 7),
+        r"^column 'actions': expected T = 4 steps as in column 'curr_obs\.states', or T \+ E with "
+        r"E a divisor of T, got 3\.$",
     ),
-    "T of text": (
-        "curr_obs.task",
-        [["a"] * 3] * 3,
-        r"^column 'curr_obs\.task': expected T = 4 steps as in the other columns, got 3\.$",
+    "E of another column": (
+        "actions",
+        torch.zeros(6, 3, 7),
+        r"^column 'dones': expected T = 4 steps or T \+ E = 6 as in column 'actions', got 5: one "
+        r"trajectory has one number of rollout epochs, E\.$",
     ),
     "B": (
         "curr_obs.states",
@@ -645,17 +764,20 @@ MISFITS: dict[str, tuple[str, Any, str]] = {
     "fewer flags": (
         "dones",
         torch.zeros(3, 3, dtype=torch.bool),
-        r"^column 'dones': expected T = 4 steps or T \+ E with E a divisor of T, got 3\.$",
+        r"^column 'dones': expected T = 4 steps as in column 'curr_obs\.states', or T \+ E with "
+        r"E a divisor of T, got 3\.$",
     ),
     "E that does not divide T": (
         "dones",
         torch.zeros(7, 3, dtype=torch.bool),
-        r"^column 'dones': expected T = 4 steps or T \+ E with E a divisor of T, got 7\.$",
+        r"^column 'dones': expected T = 4 steps as in column 'curr_obs\.states', or T \+ E with "
+        r"E a divisor of T, got 7\.$",
     ),
     "E above T": (
         "prev_values",
         torch.zeros(9, 3, 1),
-        r"^column 'prev_values': expected T = 4 steps or T \+ E with E a divisor of T, got 9\.$",
+        r"^column 'prev_values': expected T = 4 steps as in column 'curr_obs\.states', or T \+ E "
+        r"with E a divisor of T, got 9\.$",
     ),
     "1-D tensor": (
         "actions",
@@ -734,12 +856,6 @@ def test_a_misfit_is_refused_with_column_expectation_and_what_came(kind: str) ->
     schema = measure(example()).schema
     with pytest.raises(SchemaError, match=message):
         measure(changed(path, leaf), schema)
-
-
-@pytest.mark.parametrize("path", sorted(path[0] for path in LEADING | TRAILING))
-def test_text_never_has_left_out_steps(path: str) -> None:
-    with pytest.raises(SchemaError, match=rf"^column '{path}': expected T = 2 steps"):
-        measure({"rewards": torch.zeros(2, 1), path: [["a"], ["b"], ["c"]]})
 
 
 @pytest.mark.parametrize(

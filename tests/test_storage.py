@@ -196,7 +196,12 @@ def test_damage_is_not_converted(tmp_path: Path, source: str) -> None:
     ("rows", "is_right"),
     [
         *(((12, 12, 12), True), ((12, 15, 12), True), ((12, 24, 12), True), ((12, 18, 15), True)),
-        *(((15, 12, 12), False), ((11, 12, 12), False), ((12, 13, 12), False)),
+        *(
+            ((15, 12, 12), True),
+            ((17, 12, 12), False),
+            ((11, 12, 12), False),
+            ((12, 13, 12), False),
+        ),
         *(((12, 9, 12), False), ((12, 21, 12), False), ((12, 12, 0), False), ((1, 1, 1), False)),
     ],
 )

@@ -34,7 +34,7 @@ def full() -> Trajectory:
         model_weights_id="w7",
         actions=numbered(T, B, 3),
         dones=numbered(T + 2, B) > 20,
-        prev_values=numbered(T + 1, B, 1),
+        prev_values=numbered(T + 2, B, 1),
         curr_obs={"states": numbered(T, B, 9), "deep": {"text": texts()}},
         extra={"return_to_go": numbered()},
     )
@@ -211,7 +211,7 @@ def test_trajectories_compare_by_identity() -> None:
 
 def test_t_and_b_do_not_count_leading_and_trailing_steps() -> None:
     trajectory = Trajectory(
-        dones=numbered(T + 2, B), prev_values=numbered(T + 1, B), rewards=numbered()
+        dones=numbered(T + 2, B), prev_values=numbered(T + 2, B), rewards=numbered()
     )
     assert (trajectory.num_steps, trajectory.num_envs) == (T, B)
 
@@ -239,7 +239,7 @@ def test_equal_parts_hold_their_environments() -> None:
     middle = parts[1]
     assert torch.equal(middle.actions, numbered(T, B, 3)[:, 2:4])  # type: ignore[arg-type]
     assert torch.equal(middle.dones, (numbered(T + 2, B) > 20)[:, 2:4])  # type: ignore[arg-type]
-    assert torch.equal(middle.prev_values, numbered(T + 1, B, 1)[:, 2:4])  # type: ignore[arg-type]
+    assert torch.equal(middle.prev_values, numbered(T + 2, B, 1)[:, 2:4])  # type: ignore[arg-type]
     assert torch.equal(middle.curr_obs["states"], numbered(T, B, 9)[:, 2:4])
     assert torch.equal(middle.extra["return_to_go"], numbered()[:, 2:4])
 

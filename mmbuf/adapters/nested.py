@@ -1,8 +1,8 @@
 """One trajectory as one nested dict of ``[T, B, ...]`` leaves: what `pt` and `pkl` have in common.
 
 The dict is what RLinf's files hold: ``max_episode_length`` (int), ``model_weights_id`` (str), and
-the columns under the keys of their paths: CPU tensors ``[T, B, ...]`` (``[T + E, B, ...]`` where
-steps are left out of the rows), text as list[T] of list[B] of str.
+the columns under the keys of their paths: CPU tensors ``[T, B, ...]``, text as list[T] of list[B]
+of str (``T + E`` instead of T where steps are left out of the rows).
 
 Such a file says nothing of where its rows lie: all parts of its entry are at byte 0. Behind what
 torch and pickle read, ours end in a mark that says the uuid of their trajectory. Those of RLinf
@@ -55,7 +55,7 @@ def to_dict(
     leaves: list[Any] = []
     for i, column in enumerate(schema.columns):
         if column.is_text:
-            codes = rows[i].reshape(steps, envs).tolist()
+            codes = interleave(rows[i], column, steps, envs).tolist()
             leaves.append([[texts[i][code] for code in step] for step in codes])
         else:
             leaves.append(column.tensor(interleave(rows[i], column, steps, envs)))
@@ -214,17 +214,14 @@ class Source:
     def _rows(self, position: int, rows: Array) -> Array:
         column, payload = self._payload.schema.columns[position], self._payload
         steps, envs = np.divmod(rows, payload.num_envs)
-        extra = payload.extra_steps[position]
-        if extra:
-            numbers = np.arange(payload.num_steps + extra)
-            whole = interleave(numbers, Column(column.path, "int64", ()), payload.num_steps, 1)
-            steps = np.argsort(whole, axis=None)[steps]
+        if payload.extra_steps[position]:
+            steps = payload.steps_of(position, with_left_out=True)[steps]
         found: Array = _array(column, self._leaves[position])[steps, envs]
         return found
 
 
 def _measured(path: str, content: Content, schema: Schema | None) -> Payload:
-    payload = measure(content.fields, schema)
+    payload = measure(content.fields, schema, is_stored=True)
     for column, n in zip(payload.schema.columns, payload.rows, strict=True):
         # A tensor may show the same bytes many times over: without bound in a damaged file.
         if not column.is_text and n * column.row_bytes > content.size_bytes:

@@ -14,7 +14,7 @@ text                        dictionary<int32, utf8>
 no bytes (a dimension 0)    none
 ==========================  ===================================  ================================
 
-Steps that are left out of the rows (``T + E`` flags) are left out here too.
+Steps that are left out of the rows (of columns with ``T + E``) are left out here too.
 """
 
 from __future__ import annotations

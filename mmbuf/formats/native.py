@@ -9,6 +9,9 @@ The header is JSON and says what the trajectory is::
 
 The CRC-32 is that of a column's rows, left-out ones included; of text it goes on over the ends of
 the strings (their bytes up to each, int32, 0 first) and the strings.
+
+A header has the oldest version that can say what it says, so that an older mmbuf reads it too or
+refuses it by its version: 2 where other columns than flags and ``prev_values`` have left-out rows.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from mmbuf.errors import CorruptError, VersionError
 from mmbuf.schema import Array, Schema
 from mmbuf.vm import is_out_of_memory, map_privately
 
-VERSION = 1
+VERSION = 2
 
 _COMPARED = ("uuid", "shape", "max_episode_length", "model_weights_id")
 
@@ -69,7 +72,7 @@ def bytes_of(rows: Array) -> memoryview:
 
 def to_json(entry: Entry, schema: Schema, rows: list[int], crcs: list[int]) -> dict[str, Any]:
     return {
-        "version": VERSION,
+        "version": schema.version_of(rows, entry.num_samples),
         "uuid": entry.uuid,
         "trajectory_id": entry.trajectory_id,
         "num_steps": entry.num_steps,
