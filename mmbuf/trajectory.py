@@ -169,8 +169,8 @@ class Trajectory:
                 chosen = chosen[payload.steps_of(position)]
         if chosen.shape[:2] != (num_steps, num_envs):
             raise ValueError(
-                f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...] or a column of "
-                f"the trajectory, got {list(chosen.shape)}."
+                f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...], got "
+                f"{list(chosen.shape)}. Of more steps it has to be a column of the trajectory."
             )
         chosen = chosen.reshape(num_steps, num_envs, -1)
         chosen = np.asarray(chosen.any(2) if mode == "any" else chosen.all(2))

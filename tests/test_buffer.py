@@ -627,12 +627,14 @@ MISFITS: dict[str, tuple[Any, str | None]] = {
     ),
     "a leaf for a dict": (changed(curr_obs=torch.zeros(T, B)), "column 'curr_obs"),
     "a number of steps": (
-        changed(actions=torch.zeros(T + 1, B, 3)),
-        "column 'actions': expected T = 4 steps as in the other columns, got 5",
+        changed(actions=torch.zeros(T - 1, B, 3)),
+        "column 'actions': expected T = 4 steps as in column 'rewards', or T . E with E a divisor "
+        "of T, got 3",
     ),
     "a number of flag steps": (
         changed(dones=torch.zeros(T + 3, B, dtype=torch.bool)),
-        "column 'dones': expected T = 4 steps or T . E with E a divisor of T, got 7",
+        "column 'dones': expected T = 4 steps as in column 'rewards', or T . E with E a divisor "
+        "of T, got 7",
     ),
     "a number of environments": (
         changed(actions=torch.zeros(T, B + 1, 3)),

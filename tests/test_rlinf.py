@@ -197,7 +197,7 @@ def test_a_mask_of_the_trajectorys_own_flags_is_theirs_and_any_other_has_t_steps
     trajectory = Trajectory(rewards=torch.arange(4.0)[:, None], dones=dones)
     (part,) = trajectory.select(dones)
     assert part.rewards.tolist() == [[1.0]]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"or a column of the trajectory, got \[6, 1\]"):
+    with pytest.raises(ValueError, match=r"got \[6, 1\]\. Of more steps it has to be a"):
         trajectory.select(dones.clone())
 
 
