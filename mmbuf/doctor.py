@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
-from mmbuf import arguments, files, storage, vm
+from mmbuf import arguments, checkpoint, files, storage, vm
+from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, MmbufError
 from mmbuf.salvage import salvage
 from mmbuf.writer import MAX_PENDING_BYTES
@@ -69,7 +70,7 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Remark]:
     remarks += [_page_size(), _huge_pages(), _maps(needs), _open_files(), _addresses(needs)]
     remarks.append(_data(needs))
     if path is not None:
-        remarks += [_lock(directory), _temporaries(directory)]
+        remarks += [_lock(directory), _temporaries(directory), _wrong_files(directory)]
     return [*remarks, *_versions()]
 
 
@@ -181,6 +182,29 @@ def _temporaries(directory: str) -> Remark:
         is_written = False
     remedy = "Left by a process that has ended; the next writer that opens the store removes them."
     return _remark("temporaries", found, 0, remedy if found and not is_written else "")
+
+
+def _wrong_files(directory: str) -> Remark:
+    """How many files are missing, or of another length than the index says; none is opened."""
+    try:
+        rlinf = checkpoint.read_rlinf(directory, [])
+        listed = salvage(directory).entries if rlinf is None else list(rlinf.entries.values())
+    except MmbufError as error:
+        return _remark("files of the wrong length", str(error), None)
+    wrong = [entry.file for entry in listed if not _has_its_length(directory, entry)]
+    remedy = f"{wrong[0]} is one of them. Run: mmbuf verify {directory}" if wrong else ""
+    return _remark("files of the wrong length", len(wrong), 0, remedy)
+
+
+def _has_its_length(directory: str, entry: Entry) -> bool:
+    if entry.format not in storage.FORMATS:
+        return True  # of a newer mmbuf
+    path = files.join(directory, entry.file)
+    try:
+        return storage.size_of(path, entry) == entry.size_bytes
+    except (CorruptError, FileNotFoundError):
+        # What its writer has removed since is not missing.
+        return entry.uuid not in {each.uuid for each in salvage(directory).entries}
 
 
 def _versions() -> list[Remark]:

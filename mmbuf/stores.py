@@ -19,7 +19,7 @@ from typing import Any
 
 from mmbuf import checkpoint, files, index
 from mmbuf.arguments import rank_of, told
-from mmbuf.errors import MmbufError, SchemaError
+from mmbuf.errors import CorruptError, MmbufError, SchemaError
 from mmbuf.index import Changes, JournalReader
 from mmbuf.schema import Schema
 from mmbuf.snapshot import SnapshotReader
@@ -62,8 +62,9 @@ class Stores:
     """The stores of absolute ``paths``. For one thread at a time.
 
     Keys are the trajectory ids of a single store, and pairs (directory, id) for a list or pattern.
-    ``shard`` is (rank, world_size). FileNotFoundError where a directory holds no store; a pattern
-    may match nothing yet.
+    ``shard`` is (rank, world_size). A ``damage`` list takes what is wrong with files of RLinf's,
+    which are left out then; others are not looked at. FileNotFoundError where a directory holds
+    no store; a pattern may match nothing yet.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class Stores:
         shard: tuple[int, int] | None,
         *,
         follow: bool,
+        damage: list[CorruptError] | None = None,
     ) -> None:
         self.paths = paths
         self.is_single = not is_list and not files.is_pattern(paths[0])
         self._rank, self._world_size = shard or (0, 1)
         self._follow = follow
+        self._damage = damage
         self._journals: dict[str, _IndexReader] = {}  # by directory
         self._keys: dict[str, dict[int, Hashable]] = {}  # of each directory, by trajectory id
         self._schemas: dict[str, Schema] = {}
@@ -197,7 +200,7 @@ class Stores:
         if is_named and not files.is_directory(directory):
             raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
         is_live = _is_live(directory)
-        contents = None if is_live else checkpoint.read_rlinf(directory)
+        contents = None if is_live else checkpoint.read_rlinf(directory, self._damage)
         if contents is not None:
             schema = contents.schema
             entries = enumerate(contents.entries.items())

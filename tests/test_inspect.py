@@ -101,6 +101,7 @@ def test_info_counts_what_is_there(tmp_path: Path, trajectory_format: str) -> No
         "num_trajectories": 3,
         "num_rows": 18,
         "num_episodes": 6,
+        "damaged": {},
         "size_bytes": sum(files.size_of(str(f)) for f in path.glob("trajectory_?_*")),
         "disk_bytes": sum(files.disk_bytes_of(str(f)) for f in path.glob("trajectory_?_*")),
         "formats": {trajectory_format: 3},
@@ -522,13 +523,21 @@ def test_a_mistake_is_one_message(
 
 @pytest.mark.parametrize("command", [["info"], ["stats"], ["head"], ["sql", "select * from steps"]])
 def test_a_damaged_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
 ) -> None:
     path = store(tmp_path / "store", 1)
     (file,) = path.glob("*.arrow")
     file.write_bytes(file.read_bytes()[:-1])
-    found = mistake(command[0], path, *command[1:], monkeypatch=monkeypatch)
-    assert f"{file}: expected" in found
+    monkeypatch.setattr(sys, "argv", ["mmbuf", command[0], str(path), *command[1:]])
+    with pytest.raises(SystemExit) as failure:
+        cli.main()
+    # It ends there, or goes on with the others.
+    told = capsys.readouterr().err if failure.value.code == 1 else str(failure.value.code)
+    assert f"mmbuf: {file}: expected 3698 bytes, got 3697." in told
+    assert f"mmbuf verify {path}" in told
 
 
 def test_without_duckdb_only_what_needs_it_says_so(

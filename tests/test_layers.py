@@ -107,6 +107,7 @@ RANKS = {
     "cli.sac": 13,
     "cli.progress": 13,
     "cli.screen": 13,
+    "cli.damage": 13,
     "cli.inspect": 14,
     "cli.sql": 14,
     "cli.plot": 14,

@@ -153,16 +153,20 @@ def summarize(tables: Tables) -> Summary:
     versions: dict[str, _Version] = {}
 
     def read(rows: TrajectoryRows) -> None:
-        for position, column in enumerate(rows.schema.columns):
-            if column.row_bytes and not column.is_text:
-                summary = columns.setdefault(column.name, ColumnSummary())
-                # In blocks, so that an image is not in memory twice.
-                part = rows.rows(position)
-                step = max(1, _BLOCK * column.storage.itemsize // column.row_bytes)
-                for start in range(0, len(part), step):
-                    summary.add(decoded(column, part[start : start + step]))
+        parts = {
+            column: rows.rows(position)
+            for position, column in enumerate(rows.schema.columns)
+            if column.row_bytes and not column.is_text
+        }
+        episodes = Episodes(rows)
         version = versions.setdefault(rows.entry.model_weights_id, _Version())
-        version.add(Episodes(rows))
+        version.add(episodes)  # first: what can not be read is counted nowhere
+        for column, part in parts.items():
+            summary = columns.setdefault(column.name, ColumnSummary())
+            # In blocks, so that an image is not in memory twice.
+            step = max(1, _BLOCK * column.storage.itemsize // column.row_bytes)
+            for start in range(0, len(part), step):
+                summary.add(decoded(column, part[start : start + step]))
 
     for _ in tables.read_each(read):
         pass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
@@ -41,6 +42,10 @@ _Kind = Any  # of Arrow
 
 _MADE = ("", "tmp_")  # before the name of a file that DuckDB writes
 _BLOCK = 4096  # trajectories in one record batch at the most
+_FAULTS = {  # of a file, of which the process is not to blame
+    *(errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
+    *(errno.ESTALE, errno.ENODATA, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)),
+}
 _REASONS = [TERMINATIONS, TRUNCATIONS]
 
 
@@ -59,6 +64,10 @@ class Tables:
     nothing is written. What is added later is not seen; trajectories that their writer removes
     meanwhile are left out. Opening reads journals and no data file.
 
+    With ``skip_damaged`` a trajectory whose file is missing, damaged or cannot be read is left out,
+    and ``skipped`` has the file and what is wrong with it as soon as it was read, or looked at by
+    `check_sizes`. Only `trajectories`, which reads no file, has it still.
+
     ``on_progress(done, total)`` is told of each trajectory that a scan has come to.
 
     FileNotFoundError where there is no store, SchemaError where two do not fit together.
@@ -69,18 +78,23 @@ class Tables:
         self,
         path: Directory | Sequence[Directory],
         *,
+        skip_damaged: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         paths, self._is_list = arguments.paths("path", path)
         self._paths = [absolute(p) for p in paths]
         self._on_progress = on_progress
+        self._skips_damaged = skip_damaged
+        self.skipped: dict[str, str] = {}
         stores, self._items = self._open()
         self.schema: Schema | None = stores.schema
         self._has_stores = not stores.is_single
 
     def _open(self) -> tuple[Stores, list[Item]]:
-        stores = Stores(self._paths, self._is_list, None, follow=False)
+        damage: list[CorruptError] | None = [] if self._skips_damaged else None
+        stores = Stores(self._paths, self._is_list, None, follow=False, damage=damage)
         items = list(stores.open().come.values())
+        self.skipped.update((error.path, error.what) for error in damage or ())
         if not stores.num_stores:
             raise FileNotFoundError(f"{', '.join(self._paths)}: expected a store, got none.")
         if stores.schema is not None:
@@ -234,15 +248,45 @@ class Tables:
         assert self.schema is not None
         while item is not None:
             _, entry, directory = item
+            path = join(directory, entry.file)
+            if path in self.skipped:
+                return []
             try:
                 with ExitStack() as stack:
                     return [read(TrajectoryRows(entry, directory, self.schema, stack))]
-            except (FileNotFoundError, CorruptError):
-                now = self._as_listed(item)
-                if now == item:
+            except (OSError, CorruptError) as error:
+                is_gone = isinstance(error, (FileNotFoundError, CorruptError))
+                now = self._as_listed(item) if is_gone else item
+                if now == item and not self._skip(path, error):
                     raise
                 item = now
         return []
+
+    def _skip(self, path: str, error: OSError | CorruptError) -> bool:
+        """Whether a file is left out for this; what is no fault of the file's is raised."""
+        if not self._skips_damaged:
+            return False
+        if isinstance(error, CorruptError):
+            self.skipped[path] = error.what if error.path == path else str(error)
+        elif isinstance(error, FileNotFoundError):
+            self.skipped[path] = "expected a file, got none."
+        elif error.errno in _FAULTS:
+            self.skipped[path] = f"could not be read: {error.strerror}."
+        return path in self.skipped
+
+    def check_sizes(self) -> None:
+        """Look for each file: whether it is there and as long as the index says. None is opened."""
+        for item in self._items:
+            _, entry, directory = item
+            path = join(directory, entry.file)
+            try:
+                size = storage.size_of(path, entry)
+                if size != entry.size_bytes:
+                    what = f"expected {entry.size_bytes} bytes, got {size}."
+                    raise CorruptError(path, what)
+            except (OSError, CorruptError) as error:
+                if self._as_listed(item) == item and not self._skip(path, error):
+                    raise
 
     def _as_listed(self, item: Item) -> Item | None:
         """What the stores say of this trajectory now: a save may have given it another file."""

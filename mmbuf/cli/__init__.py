@@ -17,6 +17,7 @@ else:
     _missing = None
 
     from mmbuf.cli import demo, exchange, health, inspect, plot, sql, transfer, watch
+    from mmbuf.cli.damage import hint
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -66,6 +67,6 @@ def main(*command: str) -> None:
     try:
         app([*command, *sys.argv[1:]], prog_name="mmbuf")
     except MmbufError as error:
-        sys.exit(f"mmbuf: {error}")
+        sys.exit(f"mmbuf: {error}{hint(error)}")
     except OSError as error:
-        sys.exit(f"mmbuf: {printable(str(error))}")
+        sys.exit(f"mmbuf: {printable(str(error))}{hint(error)}")

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from mmbuf.analysis import Spread, Tables, summarize
+from mmbuf.analysis import Spread, Summary, Tables, summarize
+from mmbuf.cli.damage import tell_skipped
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import (
     AsJson,
@@ -43,15 +44,23 @@ Trajectory = Annotated[
 def info(paths: Paths, as_json: AsJson = False) -> None:
     """Say what is in a store: counts, columns and their bytes, versions, who writes it."""
     with shown("reading") as show:
-        facts = _facts_of(tables_of(paths, show))
+        tables = tables_of(paths, show, skip_damaged=True)
+        tables.check_sizes()
+        facts = _facts_of(tables)
     if as_json:
         show_json(facts)
-        return
+    else:
+        _show_facts(facts)
+    tell_skipped(tables)
+
+
+def _show_facts(facts: dict[str, Any]) -> None:
     lines = {
         "stores": "\n".join(map(printable, facts["stores"])),
         "trajectories": f"{facts['num_trajectories']:,}",
         "rows": f"{facts['num_rows']:,}",
         "episodes": f"{facts['num_episodes']:,}",
+        **({"damaged": f"{len(facts['damaged']):,} trajectories"} if facts["damaged"] else {}),
         "length": f"{decimal(facts['size_bytes'])} of files",
         "space taken": f"{decimal(facts['disk_bytes'])} on the disk",
         "formats": ", ".join(f"{name}: {n:,}" for name, n in facts["formats"].items()),
@@ -94,6 +103,7 @@ def _ends_of(names: list[str]) -> list[str]:
 
 def _facts_of(tables: Tables) -> dict[str, Any]:
     entries = [entry for entry, _ in tables.entries]
+    num_episodes = sum(batch.num_rows for batch in tables.episodes.batches(["env"]))
     times = tables.trajectories.to_arrow(["added_at"])["added_at"].drop_null()
     known = sorted(times.to_pylist())
     stores = tables.stores
@@ -101,7 +111,8 @@ def _facts_of(tables: Tables) -> dict[str, Any]:
         "stores": stores,
         "num_trajectories": len(entries),
         "num_rows": sum(entry.num_samples for entry in entries),
-        "num_episodes": sum(batch.num_rows for batch in tables.episodes.batches(["env"])),
+        "num_episodes": num_episodes,
+        "damaged": dict(tables.skipped),
         "size_bytes": sum(entry.size_bytes for entry in entries),
         "disk_bytes": sum(disk_bytes_of(entry, directory) for entry, directory in tables.entries),
         "formats": dict(collections.Counter(entry.format for entry in entries)),
@@ -147,7 +158,8 @@ def ls(
 ) -> None:
     """List trajectories, oldest first; --json has all of their columns."""
     with shown("reading") as show:
-        tables = tables_of(paths, show)
+        tables = tables_of(paths, show, skip_damaged=True)
+        tables.check_sizes()
         table = tables.trajectories.to_arrow()
         if where is not None:
             table = _filtered(tables, where)
@@ -163,7 +175,12 @@ def ls(
     table = table.slice(0, limit or total)
     if as_json:
         show_json(table.to_pylist())
-        return
+    else:
+        _show_list(tables, table, total, sort)
+    tell_skipped(tables)
+
+
+def _show_list(tables: Tables, table: Any, total: int, sort: str | None) -> None:
     hidden = _hidden(tables) - {sort and sort.removeprefix("-")}
     names = [name for name in table.schema.names if name not in hidden]
     shown_columns = {name: table[name].to_pylist() for name in names}
@@ -246,7 +263,13 @@ def _cut(value: Any) -> Any:
 def stats(paths: Paths, as_json: AsJson = False) -> None:
     """Read all of a store: numbers of each column, returns and lengths by model version."""
     with shown("reading") as show:
-        summary = summarize(tables_of(paths, show))
+        tables = tables_of(paths, show, skip_damaged=True)
+        summary = summarize(tables)
+    _show_summary(summary, as_json)
+    tell_skipped(tables)
+
+
+def _show_summary(summary: Summary, as_json: bool) -> None:
     columns = {name: dataclasses.asdict(column) for name, column in summary.columns.items()}
     names = ("min", "mean", "std", "max", "num_nan", "num_inf")
     if as_json:

@@ -10,6 +10,7 @@ import typer
 
 from mmbuf.analysis import Tables
 from mmbuf.analysis.episodes import OPEN
+from mmbuf.cli.damage import tell_skipped
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import AsJson, Paths, say, show_json, tables_of
 from mmbuf.errors import MmbufError
@@ -44,7 +45,7 @@ def plot(
     if env is not None and trajectory is None:
         raise MmbufError("--env: expected --trajectory with it, got none.")
     with shown("reading") as show:
-        tables = tables_of(paths, show, trajectory)
+        tables = tables_of(paths, show, trajectory, skip_damaged=True)
         if not tables.entries:
             raise MmbufError(f"{paths[0]}: expected a trajectory, got an empty store.")
         figure = draw_episodes(tables) if trajectory is None else draw_steps(tables, env or 0)
@@ -56,6 +57,7 @@ def plot(
         show_json({"file": str(out)})
     else:
         say(str(out))
+    tell_skipped(tables)
 
 
 def draw_episodes(tables: Tables) -> Any:

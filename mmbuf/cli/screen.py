@@ -36,10 +36,15 @@ _WIDE_ENOUGH = 10_000  # of a screen that is none
 
 
 def tables_of(
-    paths: Sequence[Path], show: Callable[[int, int], None], trajectory: str | None = None
+    paths: Sequence[Path],
+    show: Callable[[int, int], None],
+    trajectory: str | None = None,
+    *,
+    skip_damaged: bool = False,
 ) -> Tables:
     """The tables of the stores, or of one trajectory by its id or uuid; ``show`` is a progress."""
-    tables = Tables(paths if len(paths) > 1 else paths[0], on_progress=show)
+    of = paths if len(paths) > 1 else paths[0]
+    tables = Tables(of, on_progress=show, skip_damaged=skip_damaged and trajectory is None)
     if trajectory is None:
         return tables
     is_id = trajectory.isascii() and trajectory.isdigit() and len(trajectory) < 20

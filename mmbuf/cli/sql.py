@@ -12,6 +12,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from mmbuf import files
+from mmbuf.cli.damage import tell_skipped
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import AsJson, Paths, plain, query_error, say, show_grid, tables_of
 from mmbuf.errors import MmbufError
@@ -50,7 +51,7 @@ def sql(
     stdout = sys.stdout  # the progress bar puts itself in its place
     try:
         with shown("reading") as show:
-            tables = tables_of(paths, show)
+            tables = tables_of(paths, show, skip_damaged=True)
             wide = [name for name in tables.steps.wide if name in query]
             # Of a name that no query knows: what DuckDB writes beside it is nobody's.
             written = "" if parquet is None else _new_name(files.absolute(parquet))
@@ -61,6 +62,7 @@ def sql(
                     connection.execute("set python_enable_replacements = false")
                 if parquet is not None:
                     _write_parquet(connection, query, written, files.absolute(parquet))
+                    tell_skipped(tables)
                     return
                 found = connection.execute(query)
                 if found is None:
@@ -68,9 +70,11 @@ def sql(
                 names = [column[0] for column in found.description]
                 if as_csv:
                     _write_csv(names, _rows_of(found), stdout)
+                    tell_skipped(tables)
                     return
                 if as_json:
                     _write_json(names, _rows_of(found), stdout)
+                    tell_skipped(tables)
                     return
                 rows = found.fetchmany(limit + 1) if limit else found.fetchall()
     except duckdb.Error as error:
@@ -78,6 +82,7 @@ def sql(
     show_grid(names, rows[:limit] if limit else rows)
     if limit and len(rows) > limit:
         say(f"the first {limit:,} rows; all with --limit 0")
+    tell_skipped(tables)
 
 
 def _rows_of(found: Any) -> Iterator[tuple[Any, ...]]:

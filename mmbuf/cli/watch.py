@@ -165,7 +165,7 @@ class Followed:
                     order = order[(episodes.ended_by != OPEN)[order]]
                 found: list[float] = returns[order].tolist()
                 return found
-        except (FileNotFoundError, CorruptError):
+        except (OSError, CorruptError):
             return []  # gone meanwhile, or for `mmbuf verify` to name
 
     def _writers(self) -> dict[str, dict[str, Any]]:
