@@ -24,7 +24,7 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
@@ -258,6 +258,9 @@ class Watch:
 
     def __init__(self, fd: int) -> None:
         self._fd = os.dup(fd)
+        # No `__del__`: at the end of a program what that needs may be gone before the object.
+        self._end = weakref.finalize(self, _close_after_reading, self._fd)
+        self._end.atexit = False
 
     def has_changed(self, known: Signature) -> bool:
         """Whether the file's state is another, or it has lost its name."""
@@ -271,18 +274,8 @@ class Watch:
 
     def close(self) -> None:
         """Give the descriptor back; asking is an OSError from then on."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            _close_after_reading(fd)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # At the end of a program the names of this module may be gone already.
-        fd, self._fd = getattr(self, "_fd", -1), -1
-        if fd >= 0:
-            try:
-                close(fd)
-            except OSError:
-                return
+        self._fd = -1
+        self._end()
 
 
 def disk_bytes_of(path: str) -> int:

@@ -351,3 +351,68 @@ def test_a_dropped_buffer_that_cannot_write_says_how_much_is_lost(
     )
     assert stored_ids(tmp_path) == [0]
     assert len(names_of(tmp_path)) == 1
+
+
+LEFT_OPEN = """
+import builtins
+from mmbuf import Channel, PreloadReplayBufferDataset, ReplayReader, TrajectoryCollector
+from mmbuf.analysis import Tables
+
+class Cycle:
+    def __init__(self, held):
+        self.held, self.me = held, self
+
+buffer.flush()
+reader = ReplayReader(path)
+tables = Tables(path)
+memory = TrajectoryReplayBuffer()
+memory.add_trajectories([ITEM])
+dataset = PreloadReplayBufferDataset(
+    reader, None, batch_size=7, min_replay_buffer_size=1, min_demo_buffer_size=0
+)
+batches = iter(dataset)
+channel = Channel(maxsize=4)
+channel.put(ITEM)
+collector = TrajectoryCollector()
+collector.append(rewards=torch.ones(3))
+held = [
+    reader, reader.sample(9), reader.get_trajectory(0), tables, tables.steps.to_pandas(["t"]),
+    memory, dataset, batches, next(batches), channel, collector, buffer,
+]
+del reader, tables, memory, dataset, batches, channel, collector, buffer
+"""
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["left = held", "left = Cycle(held)", "builtins.left = Cycle(held)"],
+    ids=["names", "cycle", "builtins"],
+)
+def test_a_script_that_leaves_all_open_ends_without_noise(tmp_path: Path, way: str) -> None:
+    """What was there: Exception ignored in ... Watch.__del__ ... TypeError."""
+    assert run_process(LEFT_OPEN + way + "\ndel held", tmp_path) == ""
+    assert stored_ids(tmp_path) == list(range(50))
+
+
+def test_nothing_has_a_del_that_needs_names_at_the_end_of_a_program() -> None:
+    root = Path(files.__file__).parent
+    assert [path.name for path in root.rglob("*.py") if "def __del__" in path.read_text()] == []
+
+
+def test_a_watch_that_is_dropped_or_closed_gives_its_descriptor_back_once(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        signature = files.signature(file.fileno())
+        before = len(os.listdir("/proc/self/fd"))
+        watch = files.Watch(file.fileno())
+        assert not watch.has_changed(signature)
+        watch.close()
+        others = [os.dup(file.fileno()) for _ in range(3)]  # one of them has its number now
+        watch.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            watch.has_changed(signature)
+        files.Watch(file.fileno())
+        del watch
+        gc.collect()
+        for fd in others:
+            os.close(fd)
+        assert len(os.listdir("/proc/self/fd")) == before
