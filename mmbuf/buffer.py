@@ -31,6 +31,7 @@ from mmbuf.cache import TrajectoryCache
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, MmbufError, WriteError
 from mmbuf.index import Contents, TrajectoryIndex, check_can_count, check_is_no_checkpoint, is_store
+from mmbuf.locations import location
 from mmbuf.notebook import Shown
 from mmbuf.places import Slot
 from mmbuf.sampling import Sampler
@@ -100,7 +101,7 @@ class TrajectoryReplayBuffer:
         max_pending_bytes = arguments.whole("max_pending_bytes", max_pending_bytes)
         max_disk_bytes = arguments.whole_or_none("max_disk_bytes", max_disk_bytes)
         if auto_save:
-            auto_save_path = arguments.path("auto_save_path", auto_save_path)
+            auto_save_path = location("auto_save_path", auto_save_path)
         else:
             _warn_of_store(auto_save_path)
         self._options = {  # as a copy is made
@@ -116,7 +117,7 @@ class TrajectoryReplayBuffer:
         self.enable_cache = enable_cache
         self.sample_window_size = sample_window_size
         self.auto_save = auto_save
-        self.auto_save_path = files.absolute(auto_save_path) if auto_save else None
+        self.auto_save_path = str(auto_save_path) if auto_save else None
         self.trajectory_format = trajectory_format
         self._pid = files.process_id()
         self._save_lock = shield.Lock()  # nothing is cleared or loaded while one saves; first
@@ -495,7 +496,7 @@ class TrajectoryReplayBuffer:
         """
         if trajectory_format is not None:
             trajectory_format = storage.checked_format(trajectory_format)
-        path = files.absolute(arguments.path("save_path", save_path))
+        path = location("save_path", save_path)
         shield.run(self._save_checkpoint, path, trajectory_format)
 
     def _save_checkpoint(self, path: str, trajectory_format: str | None) -> None:
@@ -577,7 +578,7 @@ class TrajectoryReplayBuffer:
         rank = (0, 1)
         if is_distributed:
             rank = arguments.rank_of("local_rank", local_rank, world_size)
-        path = files.absolute(arguments.path("load_path", load_path))
+        path = location("load_path", load_path)
         shield.run(self._load_checkpoint, path, *rank)
 
     def _load_checkpoint(self, path: str, local_rank: int, world_size: int) -> None:
@@ -786,7 +787,7 @@ def _metadata(
 def _warn_of_store(path: Any) -> None:
     """Say so where a store is at the path of a buffer that keeps no files."""
     try:
-        directory = files.absolute(arguments.path("auto_save_path", path))
+        directory = location("auto_save_path", path)
         is_ignored = is_store(directory)
     except (OSError, TypeError, ValueError):  # it has no effect, whatever it is
         return

@@ -11,9 +11,10 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
-from mmbuf import arguments, checkpoint, files, storage, vm
+from mmbuf import checkpoint, files, storage, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, MmbufError
+from mmbuf.locations import location
 from mmbuf.salvage import salvage
 from mmbuf.writer import MAX_PENDING_BYTES
 
@@ -59,7 +60,7 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Remark]:
     remarks = []
     needs = _Needs()
     if path is not None:
-        directory = files.absolute(arguments.path("path", path))
+        directory = location("path", path)
         if not files.is_directory(directory):
             raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
         remarks += [_free_disk(directory), _file_system(directory)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import json
 import os
 import re
@@ -63,22 +62,17 @@ def name_of(path: str) -> str:
     return os.path.basename(path)
 
 
-def is_pattern(path: str) -> bool:
-    """Whether ``path`` has wildcards, and no directory is called so."""
-    return glob.has_magic(path) and not os.path.isdir(path)
-
-
-def matches(pattern: str) -> list[str]:
-    """The directories that match, in the order of their names."""
-    return sorted(path for path in glob.glob(pattern) if os.path.isdir(path))
-
-
 def directory_of(path: str) -> str:
     return os.path.dirname(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.fspath(path))
+
+
+def expanded(path: str) -> str:
+    """With the home directory in the place of a leading ``~``; of an unknown user as it is."""
+    return os.path.expanduser(path)
 
 
 def process_id() -> int:

@@ -26,6 +26,7 @@ from mmbuf import arguments, checkpoint, files, index, storage
 from mmbuf.entry import Entry, told_apart
 from mmbuf.errors import CorruptError, VersionError
 from mmbuf.index import Contents
+from mmbuf.locations import location
 from mmbuf.salvage import Salvage, salvage
 from mmbuf.schema import Schema
 
@@ -500,7 +501,7 @@ def _in_order(known: list[Entry], others: list[Entry]) -> list[Entry]:
 
 
 def _checked_directory(path: Directory) -> str:
-    directory = files.absolute(arguments.path("path", path))
+    directory = location("path", path)
     if not files.is_directory(directory):
         raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
     return directory

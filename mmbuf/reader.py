@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from mmbuf import arguments, files, shield, snapshot, vm
+from mmbuf import arguments, shield, snapshot, vm
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.locations import locations
 from mmbuf.notebook import Shown
 from mmbuf.sampling import Sampler
 from mmbuf.schema import Schema
@@ -53,7 +54,8 @@ class ReplayReader:
     path
         A store, a checkpoint or a directory of RLinf's; or a list of them, or a pattern such as
         ``run/rank_*``, which are one window in the order of the time of addition. Stores that
-        appear later under a pattern are picked up.
+        appear later under a pattern are picked up. A path that exists is itself, brackets and all:
+        see `mmbuf.locations`.
     seed
         As in `TrajectoryReplayBuffer`. Opened in a worker of a DataLoader it draws
         from a stream of that worker's.
@@ -80,7 +82,7 @@ class ReplayReader:
         shard: tuple[int, int] | None = None,
         follow: bool = True,
     ) -> None:
-        paths, is_list = arguments.paths("path", path)
+        paths, is_list = locations("path", path)
         sample_window_size = arguments.whole("sample_window_size", sample_window_size)
         cache_size = arguments.whole_or_none("cache_size", cache_size)
         shard = checked_shard(shard)
@@ -90,7 +92,7 @@ class ReplayReader:
         of_worker = () if worker is None else (0, 0, worker.id)
         seeds = np.random.SeedSequence(entropy, spawn_key=(*(shard or ()), *of_worker))
         self._options = _Options(
-            [files.absolute(p) for p in paths],
+            paths,
             is_list,
             sample_window_size,
             cache_size,

@@ -21,6 +21,7 @@ from mmbuf import checkpoint, files, index
 from mmbuf.arguments import rank_of, told
 from mmbuf.errors import CorruptError, MmbufError, SchemaError
 from mmbuf.index import Changes, JournalReader
+from mmbuf.locations import is_pattern, matches
 from mmbuf.schema import Schema
 from mmbuf.snapshot import SnapshotReader
 from mmbuf.window import Item
@@ -77,7 +78,9 @@ class Stores:
         damage: list[CorruptError] | None = None,
     ) -> None:
         self.paths = paths
-        self.is_single = not is_list and not files.is_pattern(paths[0])
+        # For good: what is called so may come and go.
+        self._patterns = {path for path in paths if is_pattern(path)}
+        self.is_single = not is_list and not self._patterns
         self._rank, self._world_size = shard or (0, 1)
         self._follow = follow
         self._damage = damage
@@ -186,8 +189,8 @@ class Stores:
         """Find stores that are not known yet."""
         self._looked_at = time.monotonic()
         for path in self.paths:
-            is_named = not files.is_pattern(path)
-            for directory in [path] if is_named else files.matches(path):
+            is_named = path not in self._patterns
+            for directory in [path] if is_named else matches(path):
                 if directory not in self._keys:
                     try:
                         self._enter(directory, news, is_named=is_named)

@@ -24,6 +24,7 @@ from mmbuf import arguments, checkpoint, files, storage
 from mmbuf.entry import Entry, told_apart
 from mmbuf.errors import SchemaError
 from mmbuf.index import Contents
+from mmbuf.locations import location, locations
 from mmbuf.schema import Schema
 
 OnProgress = Callable[[int, int], None]
@@ -69,7 +70,7 @@ def merge(
     """
     if isinstance(sources, (str, bytes, os.PathLike)):
         raise TypeError(f"sources: expected a list of directories, got {sources!r}.")
-    sources, _ = arguments.paths("sources", sources)
+    sources, _ = locations("sources", sources)
     if order not in ORDERS:
         raise ValueError(f"order: expected one of {list(ORDERS)}, got {order!r}.")
     paths, target = _checked(sources, target, trajectory_format)
@@ -202,7 +203,7 @@ def _checked(
     """Absolute paths, unless the target or the format is refused."""
     if trajectory_format is not None:
         storage.checked_format(trajectory_format)
-    target = files.absolute(arguments.path("target", target))
+    target = location("target", target)
     if files.exists(target):
         if not files.is_directory(target):
             raise NotADirectoryError(
@@ -213,7 +214,7 @@ def _checked(
                 f"target: expected a new path or an empty directory, got one that is not empty: "
                 f"{target}"
             )
-    return [files.absolute(arguments.path("source", source)) for source in sources], target
+    return [location("source", source) for source in sources], target
 
 
 def _is_within(path: str, directory: str) -> bool:

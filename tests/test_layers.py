@@ -40,6 +40,7 @@ RANKS = {
     "forks": 2,
     "index": 2,
     "lane": 2,
+    "locations": 2,
     "pool": 2,
     "slots": 2,
     "trajectory": 2,

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from mmbuf import arguments, storage, vm
+from mmbuf import storage, vm
 from mmbuf.analysis.episodes import REWARDS, Episodes, end_paths, fact_columns, success_path
 from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
-from mmbuf.files import absolute, directory_of, join, name_of
+from mmbuf.files import directory_of, join, name_of
+from mmbuf.locations import location, locations
 from mmbuf.packages import optional_package
 from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS
 from mmbuf.schema import Array, Path, Schema
@@ -81,8 +82,7 @@ class Tables:
         skip_damaged: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        paths, self._is_list = arguments.paths("path", path)
-        self._paths = [absolute(p) for p in paths]
+        self._paths, self._is_list = locations("path", path)
         self._on_progress = on_progress
         self._skips_damaged = skip_damaged
         self.skipped: dict[str, str] = {}
@@ -224,7 +224,7 @@ class Tables:
         self.episodes.register(connection, "episodes")
         self.trajectories.register(connection, "trajectories")
         if files is not None:
-            _lock_up(connection, [absolute(arguments.path("files", name)) for name in files])
+            _lock_up(connection, [location("files", name) for name in files])
         return connection
 
     def read_each(self, read: Callable[[TrajectoryRows], _Read]) -> Iterator[_Read]:

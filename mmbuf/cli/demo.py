@@ -71,6 +71,7 @@ def demo(
 ) -> None:
     """Learn Pendulum-v1 from a store, then tell from the stored files how it went."""
     check_extra()
+    path = path.expanduser()
     check_path(path)
     # A path may hold brackets, which would read as markup.
     console = Console(stderr=as_json, markup=False, highlight=False, emoji=False)

@@ -16,6 +16,7 @@ from mmbuf.cli.damage import tell_skipped
 from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import AsJson, Paths, plain, query_error, say, show_grid, tables_of
 from mmbuf.errors import MmbufError
+from mmbuf.locations import location
 from mmbuf.packages import optional_package
 from mmbuf.terminal import printable
 
@@ -54,14 +55,14 @@ def sql(
             tables = tables_of(paths, show, skip_damaged=True)
             wide = [name for name in tables.steps.wide if name in query]
             # Of a name that no query knows: what DuckDB writes beside it is nobody's.
-            written = "" if parquet is None else _new_name(files.absolute(parquet))
+            written = "" if parquet is None else _new_name(location("parquet", parquet))
             allowed = None if allow_files else [written] if written else []
             with tables.connect(wide, files=allowed) as connection:
                 # Names that are no tables are mistakes, and no variables of this module.
                 if allow_files:
                     connection.execute("set python_enable_replacements = false")
                 if parquet is not None:
-                    _write_parquet(connection, query, written, files.absolute(parquet))
+                    _write_parquet(connection, query, written, location("parquet", parquet))
                     tell_skipped(tables)
                     return
                 found = connection.execute(query)

@@ -20,6 +20,7 @@ from mmbuf.analysis.episodes import OPEN, Episodes, has_flags
 from mmbuf.analysis.rows import TrajectoryRows
 from mmbuf.cli.screen import AsJson, Paths, console, disk_bytes_of, show_json, told, writer_of
 from mmbuf.errors import CorruptError
+from mmbuf.locations import is_pattern, location, matches
 from mmbuf.stores import Stores
 from mmbuf.terminal import printable
 from mmbuf.window import Item
@@ -74,7 +75,7 @@ class Followed:
     """
 
     def __init__(self, paths: Sequence[Path], window_size: int) -> None:
-        self._paths = [files.absolute(path) for path in paths]
+        self._paths = [location("path", path) for path in paths]
         self._window_size = window_size
         self._stores = Stores(self._paths, len(paths) > 1, None, follow=True)
         self._items: dict[Hashable, Item] = {}  # oldest first
@@ -173,7 +174,7 @@ class Followed:
         directories = [
             directory
             for path in self._paths
-            for directory in (files.matches(path) if files.is_pattern(path) else [path])
+            for directory in (matches(path) if is_pattern(path) else [path])
         ]
         return {where: writer for where in directories if (writer := writer_of(where))}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mmbuf import files
 from mmbuf.buffer import TrajectoryReplayBuffer
 from mmbuf.errors import SchemaError
 from mmbuf.exchange.target import new_directory
+from mmbuf.locations import location
 from mmbuf.transfer import Directory, OnProgress
 
 # Nested dicts of arrays ``[T, ...]`` and lists of T strings; metadata of the trajectory too.
@@ -44,7 +44,7 @@ def write_store(
     files to put there, by name.
     """
     with (
-        new_directory(files.absolute(target)) as directory,
+        new_directory(location("target", target)) as directory,
         TrajectoryReplayBuffer(
             sample_window_size=1, auto_save=True, auto_save_path=directory
         ) as buffer,

@@ -35,6 +35,7 @@ from mmbuf.errors import CorruptError, MmbufError, SchemaError
 from mmbuf.exchange import layouts
 from mmbuf.exchange.episodes import Episode, Imported, write_store
 from mmbuf.exchange.layouts import EPISODE, Leaf, Leaves
+from mmbuf.locations import location
 from mmbuf.packages import optional_package
 from mmbuf.schema import Path
 from mmbuf.transfer import Directory, OnProgress
@@ -105,7 +106,7 @@ def from_hdf5(
     one or a pipe, MmbufError where h5py is not installed or somebody writes the file.
     """
     h5py = optional_package("h5py", "exchange")
-    path = files.absolute(source)
+    path = location("source", source)
     names = _paths(path)
     with closing(_Shelf(h5py)) as shelf:
         if len(names) == 1 and _is_d4rl(names[0], shelf.file(names[0])):

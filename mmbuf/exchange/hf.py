@@ -16,6 +16,7 @@ from mmbuf import files
 from mmbuf.analysis.tables import Tables
 from mmbuf.errors import MmbufError
 from mmbuf.exchange.target import Exported, Part, new_directory, parts_of
+from mmbuf.locations import location
 from mmbuf.packages import optional_package
 from mmbuf.transfer import Directory
 
@@ -30,7 +31,7 @@ def to_hf(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ()) -> E
     if not len(tables):
         raise MmbufError(f"{tables.stores[0]}: expected a trajectory, got an empty store.")
     parts = parts_of(tables, wide)
-    with new_directory(files.absolute(target)) as directory, _quiet(datasets):
+    with new_directory(location("target", target)) as directory, _quiet(datasets):
         streams = {part.name: files.join(directory, f"{part.name}.stream") for part in parts}
         for part in parts:
             _write_stream(part, streams[part.name])

@@ -31,6 +31,7 @@ from mmbuf.exchange import layouts
 from mmbuf.exchange.episodes import Episode, Imported, write_store
 from mmbuf.exchange.layouts import CURRENT, EPISODE, FLAGS, FOLLOWING, Leaf, Leaves
 from mmbuf.exchange.target import Exported, new_directory
+from mmbuf.locations import location
 from mmbuf.packages import optional_package
 from mmbuf.schema import Array, Column, Path, Schema
 from mmbuf.transfer import Directory, OnProgress
@@ -67,7 +68,7 @@ def from_minari(
     directory, CorruptError for one that is damaged, MmbufError where Minari is not installed.
     """
     minari = optional_package("minari", "exchange")
-    path = files.absolute(source)
+    path = location("source", source)
     inner = files.join(path, "data")
     if files.is_directory(inner):
         path = inner
@@ -263,7 +264,7 @@ def to_minari(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ()) 
     if tables.schema is None:
         raise SchemaError(f"{where}: expected a trajectory, got an empty store.")
     _check(tables.schema, where)
-    target = files.absolute(target)
+    target = location("target", target)
     storages = optional_package("minari.dataset.minari_storage", "exchange")
     buffers = optional_package("minari.data_collector", "exchange")
     num_trajectories = num_episodes = num_rows = 0

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from mmbuf import files
 from mmbuf.analysis.tables import Tables
 from mmbuf.exchange.target import Exported, Part, new_directory, parts_of
+from mmbuf.locations import location
 from mmbuf.transfer import Directory
 
 
@@ -20,7 +21,7 @@ def to_parquet(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ())
     meanwhile are left out. FileExistsError, SchemaError; CorruptError and OSError as reading and
     writing give them.
     """
-    with new_directory(files.absolute(target)) as directory:
+    with new_directory(location("target", target)) as directory:
         num_rows = {part.name: _write(part, directory) for part in parts_of(tables, wide)}
     return Exported(num_rows["trajectories"], num_rows["episodes"], num_rows["steps"])
 

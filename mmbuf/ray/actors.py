@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmbuf import arguments, files
+from mmbuf import files
+from mmbuf.locations import location
 from mmbuf.packages import optional_package
 from mmbuf.ray.shard import CONCURRENCY, Config, Shard
 from mmbuf.transfer import Directory
@@ -19,7 +20,7 @@ _NAMESPACE = "mmbuf"
 
 def pattern_of(path: Directory) -> str:
     """Of the shards' stores."""
-    text = files.absolute(arguments.path("path", path))
+    text = location("path", path)
     return text if "{shard}" in text else files.join(text, "rank_{shard}")
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from mmbuf import arguments, checkpoint, files
 from mmbuf.batch import check_room
 from mmbuf.errors import BAD_JSON, ClosedError, CorruptError, EmptyBufferError
+from mmbuf.locations import location
 from mmbuf.packages import optional_package
 from mmbuf.pool import BatchPool
 from mmbuf.ray.actors import found, pattern_of, placed, start
@@ -432,7 +433,7 @@ class RayReplayBuffer:
         to stay until then. The state of this handle's generator is saved with them. ShardError if
         a shard does not answer.
         """
-        path = files.absolute(arguments.path("save_path", save_path))
+        path = location("save_path", save_path)
         files.make_directory(path)
         num_shards = len(self._shards.all)
         ranks = [(files.join(path, f"rank_{i}"), trajectory_format) for i in range(num_shards)]
@@ -452,7 +453,7 @@ class RayReplayBuffer:
         if a shard does not answer; some may have loaded their part then, or load it later.
         """
         deadline = self._deadline(timeout_s)
-        path = files.absolute(arguments.path("load_path", load_path))
+        path = location("load_path", load_path)
         num_shards = len(self._shards.all)
         ranks, state = _read_state(path)
         for source in ranks or [path]:
