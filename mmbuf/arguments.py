@@ -76,6 +76,14 @@ def text(name: str, value: Any) -> str:
     return plain(value)
 
 
+def key_name(name: str, value: Any) -> str:
+    """The name of a key of a batch: a str that is not empty."""
+    found = text(name, value)
+    if not found:
+        raise ValueError(f"{name}: expected the name of a key, got an empty one.")
+    return found
+
+
 def plain(text: str) -> str:
     """The same characters without the subclass of str that they may come in."""
     return text if type(text) is str else str.__str__(text)

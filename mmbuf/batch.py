@@ -55,7 +55,9 @@ def check_free(schema: Schema, names: Sequence[str]) -> None:
         if column.path[0] in names:
             raise SchemaError(
                 f"column {column.name!r}: expected no column under {column.path[0]!r}, "
-                f"which the sampler adds, got one. Rename the column."
+                f"which the sampler adds, got one. Rename what it adds, by NStep(discount=), "
+                f"Prioritized(weights=, info=), Slices(mask=) or sample(with_info=); "
+                f"each takes a name."
             )
 
 

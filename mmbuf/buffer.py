@@ -289,7 +289,7 @@ class TrajectoryReplayBuffer:
         out: Mapping[str, Any] | None = None,
         *,
         sampler: Sampler | None = None,
-        with_info: bool = False,
+        with_info: bool | str = False,
         as_numpy: bool = False,
         as_tensordict: bool = False,
         device: torch.device | str | None = None,
@@ -302,8 +302,9 @@ class TrajectoryReplayBuffer:
         nothing to draw from, SchemaError when ``out`` is not such a batch. Thread-safe.
 
         ``sampler``: another way to draw, see `mmbuf.sampling`. ``with_info`` adds
-        ``batch["info"]``, int64: ``trajectory_id``, ``step`` and ``env`` of each row, and its
-        ``handle`` ``[K, 2]``, which stays its name for as long as the trajectory exists.
+        ``batch["info"]``, or the key that it names, int64: ``trajectory_id``, ``step`` and ``env``
+        of each row, and its ``handle`` ``[K, 2]``, which stays its name for as long as the
+        trajectory exists.
         ``as_numpy``: arrays, bfloat16 and float8 as float32. ``as_tensordict``: a `TensorDict`.
         ``device``: tensors there, copied from pinned memory without waiting for the copy. The last
         three are not for batches that are refilled.

@@ -178,7 +178,7 @@ class ReplayReader:
         out: Mapping[str, Any] | None = None,
         *,
         sampler: Sampler | None = None,
-        with_info: bool = False,
+        with_info: bool | str = False,
         as_numpy: bool = False,
         as_tensordict: bool = False,
         device: torch.device | str | None = None,

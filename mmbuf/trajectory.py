@@ -15,6 +15,7 @@ from mmbuf.arguments import plain, told, whole
 from mmbuf.entry import MAX_NUMBER
 from mmbuf.errors import SchemaError
 from mmbuf.notebook import Shown
+from mmbuf.roles import Roles
 from mmbuf.schema import MAX_NESTING, Array, Payload, measure
 
 _EPISODE_LENGTH = "max_episode_length"
@@ -221,15 +222,18 @@ class Trajectory:
 
     def _num_episodes(self, payload: Payload) -> int | None:
         """Those that a flag ends, and those that the trajectory ends. None without flags here."""
-        names = ("dones",) if self.dones is not None else ("terminations", "truncations")
-        flags = {name: leaf for name in names if (leaf := getattr(self, name)) is not None}
-        if not flags or not all(map(_is_at_hand, flags.values())):
+        try:
+            ends = Roles(payload.schema).ends
+        except SchemaError:  # two readings
             return None
-        paths = [column.path for column in payload.schema.columns]
+        leaves = payload.schema.leaves(self.to_columns(), "trajectory")
+        positions = [i for i, c in enumerate(payload.schema.columns) if c.path in ends]
+        if not positions or not all(_is_at_hand(leaves[position]) for position in positions):
+            return None
         is_end = torch.zeros(payload.num_steps, payload.num_envs, dtype=torch.bool)
         is_end[-1] = True
-        for name in flags:
-            rows = torch.as_tensor(_rows_of(payload, paths.index((name,))))
+        for position in positions:
+            rows = torch.as_tensor(_rows_of(payload, position))
             is_end |= rows.reshape(*is_end.shape, -1).bool().any(2)
         return int(is_end.sum())
 

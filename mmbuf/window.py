@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mmbuf import files, shield, storage
-from mmbuf.arguments import told, whole
+from mmbuf.arguments import key_name, told, whole
 from mmbuf.batch import (
     Batch,
     Leaf,
@@ -351,13 +351,15 @@ class Window:
         num_chunks: int,
         out: Mapping[str, Any] | None = None,
         sampler: Sampler | None = None,
-        with_info: bool = False,
+        with_info: bool | str = False,
         as_numpy: bool = False,
         as_tensordict: bool = False,
         device: torch.device | str | None = None,
     ) -> Any:
         """As `TrajectoryReplayBuffer.sample`."""
         num_chunks = whole("num_chunks", num_chunks, 1)
+        if isinstance(with_info, str):
+            with_info = key_name("with_info", with_info)
         delivery = Delivery()
         try:
             if device is None and not as_numpy and not as_tensordict:
@@ -388,7 +390,7 @@ class Window:
         num_chunks: int,
         out: Mapping[str, Any] | None,
         sampler: Sampler | None,
-        with_info: bool,
+        with_info: bool | str,
         delivery: Delivery,
     ) -> Batch:
         while True:
@@ -399,7 +401,7 @@ class Window:
             try:
                 if sampler is not None or with_info:
                     return self._sample_by(
-                        sampler, cache, num_chunks, out, delivery, has_info=with_info
+                        sampler, cache, num_chunks, out, delivery, with_info=with_info
                     )
                 draw = partial(uniform, self.generator, num_chunks)
                 if out is None:
@@ -422,16 +424,22 @@ class Window:
         out: Mapping[str, Any] | None,
         delivery: Delivery,
         *,
-        has_info: bool,
+        with_info: bool | str,
     ) -> Batch:
         if sampler is None:
             sampler = _UNIFORM
         else:
             self._own(sampler)
-        has_info = has_info or sampler.needs_info
+        has_info = bool(with_info) or sampler.needs_info
+        info = with_info if isinstance(with_info, str) else sampler.info
 
         def into(draw: Draw) -> list[Leaf] | None:
-            check_free(cache.schema, [*draw.added, *(["info"] if has_info else [])])
+            check_free(cache.schema, [*draw.added, *([info] if has_info else [])])
+            if has_info and info in draw.added:
+                raise ValueError(
+                    f"with_info: expected another name than those that the sampler adds, "
+                    f"got {info!r}."
+                )
             if out is None:
                 return None
             return targets(cache.schema, out, draw.shape or (len(draw.rows),))
@@ -450,7 +458,7 @@ class Window:
         for name, values in draw.added.items():
             batch[name] = torch.from_numpy(values)
         if origins is not None:
-            batch["info"] = _info(origins, draw.shape)
+            batch[info] = _info(origins, draw.shape)
         self._count_sampled(len(draw.rows))
         return batch
 
@@ -459,7 +467,7 @@ class Window:
         device: torch.device,
         num_chunks: int,
         sampler: Sampler | None,
-        with_info: bool,
+        with_info: bool | str,
         delivery: Delivery,
     ) -> Batch:
         """A batch on a device."""

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner, Result
 
 import mmbuf
-from mmbuf import cli, files, storage
+from mmbuf import MmbufError, SchemaError, cli, files, storage
 from mmbuf.analysis import Tables
 from mmbuf.cli.plot import draw_episodes, draw_steps
 
@@ -107,6 +107,8 @@ def test_info_counts_what_is_there(tmp_path: Path, trajectory_format: str) -> No
         "formats": {trajectory_format: 3},
         "versions": {"v0": 2, "v1": 1},
         "writers": {},
+        "roles": {"reward": "rewards", "done": "dones"},
+        "unclear_roles": {},
         "columns": [
             {"name": "rewards", "dtype": "float32", "row_shape": [1]},
             {"name": "dones", "dtype": "bool", "row_shape": [1]},
@@ -265,6 +267,7 @@ def test_stats_are_those_of_all_rows(tmp_path: Path) -> None:
         "returns": one,
         "lengths": dict.fromkeys(one, 4.0),
         "success_rate": None,
+        "num_nan_returns": 0,
     }
     assert found["versions"]["v0"]["returns"]["mean"] == (2 + 6) / 2
 
@@ -575,7 +578,7 @@ def test_a_terminal_shows_the_progress_and_json_stays_clean(tmp_path: Path) -> N
 
 
 def test_a_plot_of_a_store_has_every_episode_in_the_order_of_addition(tmp_path: Path) -> None:
-    figure = draw_episodes(Tables(store(tmp_path / "store")))
+    figure, _ = draw_episodes(Tables(store(tmp_path / "store")))
     drawn = [axis.collections[0] for axis in figure.axes]
     points = [points.get_offsets().tolist() for points in drawn]
     assert points[0] == [[0, 2], [0, 2], [1, 6], [1, 6], [2, 12], [2, 12]]
@@ -587,7 +590,7 @@ def test_a_plot_of_a_store_has_every_episode_in_the_order_of_addition(tmp_path: 
 
 
 def test_a_plot_of_many_versions_has_a_bar_of_their_colours(tmp_path: Path) -> None:
-    figure = draw_episodes(Tables(store(tmp_path / "store", 22)))
+    figure, _ = draw_episodes(Tables(store(tmp_path / "store", 22)))
     *axes, bar = figure.axes
     assert (len(axes), figure.legends) == (3, [])
     assert bar.get_ylabel() == "version, from the first to the last"
@@ -623,12 +626,120 @@ def test_a_plot_of_a_trajectory_has_its_numbers_and_frames(tmp_path: Path) -> No
 @pytest.mark.parametrize("options", [[], ["--trajectory", "1"]])
 def test_plot_writes_a_picture(tmp_path: Path, options: list[str]) -> None:
     path, picture = store(tmp_path / "store"), tmp_path / "picture.png"
-    assert told("plot", path, "--out", picture, *options) == {"file": str(picture)}
+    counts = {} if options else {"num_nan_returns": 0}
+    assert told("plot", path, "--out", picture, *options) == {"file": str(picture)} | counts
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_rewards_has_lengths(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([{"actions": torch.zeros(3, 2, 1)}])
-    figure = draw_episodes(Tables(tmp_path / "store"))
+    figure, _ = draw_episodes(Tables(tmp_path / "store"))
     assert figure.axes[1].collections[0].get_offsets().tolist() == [[0, 3], [0, 3]]
+
+
+def with_nan(path: Path) -> Path:
+    """40 episodes of 24 rows and reward 1 a row; of 4 rows, in 3 episodes, it is NaN."""
+    rewards = torch.ones(240, 4)
+    for t, b in ((0, 0), (1, 0), (30, 1), (239, 3)):
+        rewards[t, b] = torch.nan
+    dones = (torch.arange(240) % 24 == 23)[:, None].expand(240, 4)
+    with opened(path) as buffer:
+        buffer.add_trajectories([{"rewards": rewards, "dones": dones}])
+    return path
+
+
+def test_stats_go_on_with_the_rest_where_rewards_are_nan_and_say_how_many(tmp_path: Path) -> None:
+    path = with_nan(tmp_path / "store")
+    found = told("stats", path)
+    assert found["columns"]["rewards"]["num_nan"] == 4
+    assert found["versions"][""]["num_nan_returns"] == 3
+    assert set(found["versions"][""]["returns"].values()) == {24.0}
+    assert (
+        "returns of episodes, but of 3 that have a reward that is NaN\n"
+        in run("stats", path).stdout
+    )
+
+
+def test_plot_goes_on_with_the_rest_where_rewards_are_nan_and_says_how_many(tmp_path: Path) -> None:
+    path, picture = with_nan(tmp_path / "store"), tmp_path / "picture.png"
+    ran = run("plot", path, "--out", picture)
+    line = "3 episodes have a reward that is NaN; their returns are left out"
+    assert ran.stdout.splitlines() == [line, str(picture)]
+    figure, num_nan = draw_episodes(Tables(path))
+    returns, lengths, means = (axis.collections[0].get_offsets() for axis in figure.axes[:3])
+    assert num_nan == 3
+    assert (len(returns), len(lengths)) == (37, 40)
+    assert means.tolist() == [[0, 1]]
+
+
+def d4rl(path: Path, **more: torch.Tensor) -> Path:
+    """Two episodes of two steps, with reward 1 and 3."""
+    with opened(path) as buffer:
+        buffer.add_trajectories(
+            [
+                {
+                    "observations": torch.zeros(4, 1, 2),
+                    "next_observations": torch.zeros(4, 1, 2),
+                    "rewards": torch.tensor([[0.0], [1.0], [1.0], [2.0]]),
+                    "terminals": torch.tensor([[0], [1], [0], [0]]),
+                    "timeouts": torch.tensor([[0], [0], [0], [1]]),
+                    **more,
+                }
+            ]
+        )
+    return path
+
+
+def test_info_says_which_roles_the_columns_were_taken_for(tmp_path: Path) -> None:
+    path = d4rl(tmp_path / "store")
+    assert told("info", path)["roles"] == {
+        "reward": "rewards",
+        "termination": "terminals",
+        "truncation": "timeouts",
+        "next.observations": "next_observations",
+    }
+    lines = [line.strip() for line in run("info", path).stdout.splitlines()]
+    at = lines.index("roles         reward: rewards")
+    assert lines[at + 1 : at + 4] == [
+        "termination: terminals",
+        "truncation: timeouts",
+        "next.observations: next_observations",
+    ]
+    assert told("info", path)["num_episodes"] == 2
+
+
+def test_commands_take_roles_and_info_says_what_is_unclear(tmp_path: Path) -> None:
+    path = d4rl(tmp_path / "store", terminated=torch.ones(4, 1), reward=torch.ones(4, 1))
+    found = told("info", path)
+    assert found["num_episodes"] is None
+    assert found["unclear_roles"] == {
+        "reward": ["rewards", "reward"],
+        "termination": ["terminals", "terminated"],
+    }
+    shown_info = run("info", path).stdout
+    assert "termination is unclear: terminals or terminated; say it with --role\n" in shown_info
+    assert isinstance(run("stats", path).exception, SchemaError)
+    roles = ["--role", "termination=terminated", "--role", "reward=reward"]
+    assert told("info", path, *roles)["num_episodes"] == 4
+    assert told("stats", path, *roles)["versions"][""]["returns"]["mean"] == 1
+    found = told("sql", path, "select sum(episode_return) as total from episodes", *roles)
+    assert found == [{"total": 4}]
+    assert told("watch", path, "--once", *roles)["returns"] == [1, 1, 1, 1]
+    told("plot", path, "--out", tmp_path / "picture.png", *roles)
+    assert told("head", path, *roles)["rows"][1]["episode"] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("reward", "--role: expected NAME=COLUMN, got 'reward'"),
+        ("rewards=r", "--role: roles: expected reward, .* got 'rewards'"),
+        ("reward=nothing", r"roles\['reward'\]: expected one of observations, .*got 'nothing'"),
+    ],
+    ids=["no column", "no role", "no such column"],
+)
+def test_a_role_that_cannot_be_is_one_message(tmp_path: Path, option: str, message: str) -> None:
+    ran = run("info", d4rl(tmp_path / "store"), "--role", option)
+    assert isinstance(ran.exception, MmbufError)
+    assert re.search(message, str(ran.exception))

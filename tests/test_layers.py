@@ -23,15 +23,16 @@ import mmbuf
 ROOT = Path(mmbuf.__file__).parent
 
 RANKS = {
-    "terminal": -1,
-    "arguments": 0,
-    "errors": 0,
+    "terminal": -2,
+    "arguments": -1,
+    "errors": -1,
+    "schema": 0,
     "entry": 1,
     "notebook": 1,
     "packages": 1,
     "files": 1,
     "formats": 1,
-    "schema": 1,
+    "roles": 1,
     "shield": 1,
     "vm": 1,
     "budget": 1,

@@ -192,7 +192,7 @@ def test_pictures_have_names_as_they_are_and_no_formulas(store: Path) -> None:
     tables = Tables(store)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        episodes, steps = draw_episodes(tables), draw_steps(tables.only(0), 0)
+        episodes, steps = draw_episodes(tables)[0], draw_steps(tables.only(0), 0)
         for figure in (episodes, steps):
             figure.savefig(io.BytesIO(), format="svg")
     names = [text.get_text() for text in episodes.legends[0].get_texts()]

@@ -1,8 +1,7 @@
 """Episodes: where the episodes of trajectories begin and end, and what they earned.
 
-An episode ends where ``dones`` (``terminations`` or ``truncations`` where there is no ``dones``) is
-set and at the trajectory's end. Those of a trajectory are in the order of their environments, then
-of time.
+An episode ends where a flag says so (`Roles.ends`) and at the trajectory's end. Those of a
+trajectory are in the order of their environments, then of time.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from mmbuf.analysis.rows import Rows
-from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS, end_flags
+from mmbuf.roles import Roles
 from mmbuf.schema import Array, Column, Path, Schema
 
 TERMINATION, TRUNCATION, DONE, OPEN = "termination", "truncation", "done", "open"
 
-REWARDS: Path = ("rewards",)
 SUCCESS = "is_success"  # the last key of its path
 FACTS = "episode"  # the first key of columns that have one value for each episode
 
@@ -29,31 +27,21 @@ def success_path(schema: Schema | None) -> Path | None:
     return next((c.path for c in columns if c.path[-1] == SUCCESS and not c.is_text), None)
 
 
-def end_paths(schema: Schema | None) -> list[Path]:
-    """The columns that say where an episode ends."""
-    columns = () if schema is None else schema.columns
-    return end_flags({column.path for column in columns if not column.is_text})
-
-
 def fact_columns(schema: Schema | None) -> list[Column]:
     """The columns that have one value for each episode, the same in all of its rows."""
     columns = () if schema is None else schema.columns
     return [c for c in columns if c.path[0] == FACTS and len(c.path) > 1 and c.row_bytes]
 
 
-def has_flags(schema: Schema) -> bool:
-    """Whether any column says where an episode ends."""
-    return bool(end_paths(schema))
-
-
 class Episodes:
     """The episodes of some trajectories; arrays ``[episodes]`` but for `numbers`, ``[N]``.
 
-    Columns are read when they are first needed.
+    Columns are read when they are first needed. ``roles`` are those of their columns.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, roles: Roles) -> None:
         self.rows = rows
+        self.roles = roles
         self._flags: dict[Path, Array | None] = {}
         self._positions = {
             column.path: i for i, column in enumerate(rows.schema.columns) if not column.is_text
@@ -84,7 +72,7 @@ class Episodes:
     def _ends(self) -> Array:
         """Where an episode ends, bool ``[N]``, side by side."""
         is_end = np.zeros(self.rows.num_rows, np.bool_)
-        for path in end_paths(self.rows.schema):
+        for path in self.roles.ends:
             flags = self._is_set(path)
             if flags is not None:
                 is_end |= flags
@@ -150,8 +138,8 @@ class Episodes:
 
     @cached_property
     def returns(self) -> Array | None:
-        """The sum of all rewards, float64; None where there are no rewards."""
-        rewards = self._values(REWARDS)
+        """The sum of all rewards, float64, NaN where one is; None where there are no rewards."""
+        rewards = None if self.roles.reward is None else self._values(self.roles.reward)
         if rewards is None:
             return None
         with np.errstate(invalid="ignore"):  # of infinite ones
@@ -170,11 +158,11 @@ class Episodes:
     def ended_by(self) -> Array:
         """What ended each: "termination", "truncation", "open" at the trajectory's end.
 
-        "done" where only ``dones`` is set, and does not say by which.
+        "done" where only a flag of either end is set, and does not say by which.
         """
         terminations, truncations = (
-            None if (flags := self._is_set(path)) is None else flags[self._last]
-            for path in (TERMINATIONS, TRUNCATIONS)
+            None if path is None or (flags := self._is_set(path)) is None else flags[self._last]
+            for path in (self.roles.termination, self.roles.truncation)
         )
         is_open = ~self._ends[self._last]
         names = np.full(len(self), DONE, object)

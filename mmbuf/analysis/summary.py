@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmbuf.analysis.episodes import OPEN, Episodes, has_flags
+from mmbuf.analysis.episodes import OPEN, Episodes
 from mmbuf.analysis.rows import TrajectoryRows, decoded
 from mmbuf.analysis.tables import Tables
 from mmbuf.schema import Array
@@ -91,7 +91,8 @@ class VersionSummary:
     """The episodes of one ``model_weights_id``.
 
     ``returns``, ``lengths`` and ``success_rate`` are of those that ended, and not by the end of
-    their trajectory; of all where no column says where an episode ends.
+    their trajectory; of all where no column says where an episode ends. Of these, the returns of
+    ``num_nan_returns``, which have a reward that is NaN, are left out.
     """
 
     num_trajectories: int
@@ -101,6 +102,7 @@ class VersionSummary:
     returns: Spread
     lengths: Spread
     success_rate: float | None
+    num_nan_returns: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class _Version:
         self.num_rows += episodes.rows.num_rows
         self.num_episodes += len(episodes)
         self.num_open += int(is_open.sum())
-        counted = ~is_open if has_flags(episodes.rows.schema) else np.ones_like(is_open)
+        counted = ~is_open if episodes.roles.ends else np.ones_like(is_open)
         for found, values in (
             (self.returns, episodes.returns),
             (self.lengths, episodes.lengths),
@@ -136,14 +138,17 @@ class _Version:
                 found.append(values[counted])
 
     def summary(self) -> VersionSummary:
+        returns = np.concatenate([np.empty(0), *self.returns])
+        is_nan = np.isnan(returns)
         return VersionSummary(
             self.num_trajectories,
             self.num_rows,
             self.num_episodes,
             self.num_open,
-            Spread.of(self.returns),
+            Spread.of([returns[~is_nan]]),
             Spread.of(self.lengths),
             Spread.of(self.successes).mean,
+            int(is_nan.sum()),
         )
 
 
@@ -158,7 +163,7 @@ def summarize(tables: Tables) -> Summary:
             for position, column in enumerate(rows.schema.columns)
             if column.row_bytes and not column.is_text
         }
-        episodes = Episodes(rows)
+        episodes = Episodes(rows, tables.roles)
         version = versions.setdefault(rows.entry.model_weights_id, _Version())
         version.add(episodes)  # first: what can not be read is counted nowhere
         for column, part in parts.items():

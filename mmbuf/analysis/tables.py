@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 
 from mmbuf import storage, vm
-from mmbuf.analysis.episodes import REWARDS, Episodes, end_paths, fact_columns, success_path
+from mmbuf.analysis.episodes import Episodes, fact_columns, success_path
 from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
 from mmbuf.entry import Entry
@@ -32,13 +32,14 @@ from mmbuf.errors import CorruptError
 from mmbuf.files import directory_of, join, name_of
 from mmbuf.locations import location, locations
 from mmbuf.packages import optional_package
-from mmbuf.sampling.episodes import TERMINATIONS, TRUNCATIONS
+from mmbuf.roles import Roles, Told, checked
 from mmbuf.schema import Array, Path, Schema
 from mmbuf.stores import Stores
 from mmbuf.transfer import Directory
 from mmbuf.window import Item
 
 _Read = TypeVar("_Read")
+_Paths = Callable[[Roles], Sequence[Path | None]]  # which columns, by their roles
 _Kind = Any  # of Arrow
 
 _MADE = ("", "tmp_")  # before the name of a file that DuckDB writes
@@ -47,7 +48,6 @@ _FAULTS = {  # of a file, of which the process is not to blame
     *(errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
     *(errno.ESTALE, errno.ENODATA, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)),
 }
-_REASONS = [TERMINATIONS, TRUNCATIONS]
 
 
 class _Column(NamedTuple):
@@ -55,7 +55,7 @@ class _Column(NamedTuple):
 
     kind: _Kind
     make: Callable[[Episodes], Any]
-    paths: Sequence[Path] = ()
+    paths: _Paths = lambda roles: ()
 
 
 class Tables:
@@ -69,7 +69,8 @@ class Tables:
     and ``skipped`` has the file and what is wrong with it as soon as it was read, or looked at by
     `check_sizes`. Only `trajectories`, which reads no file, has it still.
 
-    ``on_progress(done, total)`` is told of each trajectory that a scan has come to.
+    ``on_progress(done, total)`` is told of each trajectory that a scan has come to. ``roles`` says
+    which columns are reward and flags where their names do not, see `mmbuf.roles`.
 
     FileNotFoundError where there is no store, SchemaError where two do not fit together.
     Thread-safe.
@@ -81,13 +82,16 @@ class Tables:
         *,
         skip_damaged: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
+        roles: Told | None = None,
     ) -> None:
+        said = checked(roles)
         self._paths, self._is_list = locations("path", path)
         self._on_progress = on_progress
         self._skips_damaged = skip_damaged
         self.skipped: dict[str, str] = {}
         stores, self._items = self._open()
         self.schema: Schema | None = stores.schema
+        self.roles = Roles(self.schema, said)
         self._has_stores = not stores.is_single
 
     def _open(self) -> tuple[Stores, list[Item]]:
@@ -151,7 +155,7 @@ class Tables:
         columns = self._identity(lambda of: of.rows.owners) | {
             "t": _Column(pa.int32(), lambda of: of.rows.grid.steps),
             "env": _Column(pa.int32(), lambda of: of.rows.grid.envs),
-            "episode": _Column(pa.int32(), lambda of: of.numbers, end_paths(self.schema)),
+            "episode": _Column(pa.int32(), lambda of: of.numbers, lambda roles: roles.ends),
         }
         wide = []
         for position, column in enumerate(self.schema.columns if self.schema else ()):
@@ -161,7 +165,8 @@ class Tables:
             while name in columns:
                 name += "_"
             make = partial(_array, position)
-            columns[name] = _Column(field_of(column).type, make, [column.path])
+            paths = partial(_paths, [column.path])
+            columns[name] = _Column(field_of(column).type, make, paths)
             if is_wide(column):
                 wide.append(name)
         return self._table(columns, wide)
@@ -171,7 +176,7 @@ class Tables:
         """One row per episode, of each trajectory by environment and time.
 
         ``trajectory_id``, ``uuid``, ``env``, ``episode`` as in `steps`; ``start_step`` to
-        ``end_step`` (half-open) and ``length``; ``episode_return``, the sum of all ``rewards``,
+        ``end_step`` (half-open) and ``length``; ``episode_return``, the sum of all rewards,
         null where there are none; ``ended_by``: "termination", "truncation", "open" at the
         trajectory's end, or "done" where the flags do not say which. ``is_success``: whether the
         column of that name is set in any step, where there is one. Columns of the store below
@@ -184,22 +189,26 @@ class Tables:
             "start_step": _Column(pa.int32(), lambda of: of.start_steps),
             "end_step": _Column(pa.int32(), lambda of: of.end_steps),
             "length": _Column(pa.int32(), lambda of: of.lengths),
-            "episode_return": _Column(pa.float64(), _returns, [REWARDS]),
-            "ended_by": _Column(pa.utf8(), lambda of: of.ended_by, _REASONS),
+            "episode_return": _Column(pa.float64(), _returns, lambda roles: [roles.reward]),
+            "ended_by": _Column(pa.utf8(), lambda of: of.ended_by, _reasons),
         }
         success = success_path(self.schema)
         if success is not None:
-            columns["is_success"] = _Column(pa.bool_(), lambda of: of.successes, [success])
+            columns["is_success"] = _Column(
+                pa.bool_(), lambda of: of.successes, partial(_paths, [success])
+            )
         wide = []
         for column in fact_columns(self.schema):
             path = column.path
             name = dataclasses.replace(column, path=path[1:]).name
             while name in columns:
                 name += "_"
-            columns[name] = _Column(field_of(column).type, partial(_first, path), [path])
+            columns[name] = _Column(
+                field_of(column).type, partial(_first, path), partial(_paths, [path])
+            )
             if is_wide(column):
                 wide.append(name)
-        return self._table(columns, wide, end_paths(self.schema))
+        return self._table(columns, wide, lambda roles: roles.ends)
 
     @property
     def trajectories(self) -> Table:
@@ -311,7 +320,10 @@ class Tables:
         return columns
 
     def _table(
-        self, columns: dict[str, _Column], wide: Iterable[str], always: Sequence[Path] = ()
+        self,
+        columns: dict[str, _Column],
+        wide: Iterable[str],
+        always: _Paths = lambda roles: (),
     ) -> Table:
         """``always`` are columns of the store that each of them is made of."""
         schema = pa.schema([pa.field(name, column.kind) for name, column in columns.items()])
@@ -319,8 +331,10 @@ class Tables:
         def scan(names: Sequence[str]) -> Iterator[pa.RecordBatch]:
             made = [columns[name] for name in names]
             kinds = pa.schema([schema.field(name) for name in names])
-            for rows in self._blocks({*always}.union(*(column.paths for column in made))):
-                of = Episodes(rows)
+            roles = self.roles
+            paths = itertools.chain(always(roles), *(column.paths(roles) for column in made))
+            for rows in self._blocks({path for path in paths if path is not None}):
+                of = Episodes(rows, roles)
                 arrays = [_as_array(column.make(of), column.kind) for column in made]
                 yield pa.record_batch(arrays, schema=kinds)
 
@@ -409,6 +423,14 @@ def _together(items: Iterable[Item], max_rows: int) -> Iterator[list[tuple[int, 
         num_rows += num_samples
     if block:
         yield block
+
+
+def _paths(paths: Sequence[Path], roles: Roles) -> Sequence[Path]:
+    return paths
+
+
+def _reasons(roles: Roles) -> Sequence[Path | None]:
+    return [roles.termination, roles.truncation]
 
 
 def _array(position: int, of: Episodes) -> pa.Array:

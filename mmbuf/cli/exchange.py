@@ -11,7 +11,7 @@ import typer
 
 from mmbuf.analysis import Tables
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, say, show_json
+from mmbuf.cli.screen import AsJson, RoleOptions, say, show_json
 from mmbuf.errors import MmbufError
 from mmbuf.exchange.episodes import Imported
 from mmbuf.exchange.hdf5 import from_hdf5
@@ -19,6 +19,7 @@ from mmbuf.exchange.hf import to_hf
 from mmbuf.exchange.minari import from_minari, to_minari
 from mmbuf.exchange.parquet import to_parquet
 from mmbuf.exchange.target import Exported
+from mmbuf.roles import parsed
 
 EXPORTS: dict[str, Callable[..., Exported]] = {
     "parquet": to_parquet,
@@ -41,12 +42,13 @@ def export(
         list[str] | None,
         typer.Option("--wide", metavar="NAME", help="Write this wide column (images) too."),
     ] = None,
+    role: RoleOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a store as files of another kind: its tables, or (minari) its episodes."""
     _check("--to", to, EXPORTS)
     with shown("exporting") as show:
-        tables = Tables(path, on_progress=show)
+        tables = Tables(path, on_progress=show, roles=parsed(role or ()))
         exported = EXPORTS[to](tables, directory, wide=tuple(wide or ()))
     if as_json:
         show_json(dataclasses.asdict(exported))

@@ -15,6 +15,7 @@ from mmbuf.cli.progress import shown
 from mmbuf.cli.screen import (
     AsJson,
     Paths,
+    RoleOptions,
     console,
     disk_bytes_of,
     query_error,
@@ -28,6 +29,7 @@ from mmbuf.cli.screen import (
 )
 from mmbuf.errors import MmbufError
 from mmbuf.packages import optional_package
+from mmbuf.roles import DONE, TERMINATION, TRUNCATION
 from mmbuf.schema import Column
 from mmbuf.terminal import printable
 
@@ -41,10 +43,10 @@ Trajectory = Annotated[
 ]
 
 
-def info(paths: Paths, as_json: AsJson = False) -> None:
+def info(paths: Paths, role: RoleOptions = None, as_json: AsJson = False) -> None:
     """Say what is in a store: counts, columns and their bytes, versions, who writes it."""
     with shown("reading") as show:
-        tables = tables_of(paths, show, skip_damaged=True)
+        tables = tables_of(paths, show, role=role, skip_damaged=True)
         tables.check_sizes()
         facts = _facts_of(tables)
     if as_json:
@@ -59,7 +61,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
         "stores": "\n".join(map(printable, facts["stores"])),
         "trajectories": f"{facts['num_trajectories']:,}",
         "rows": f"{facts['num_rows']:,}",
-        "episodes": f"{facts['num_episodes']:,}",
+        "episodes": told(facts["num_episodes"]),
         **({"damaged": f"{len(facts['damaged']):,} trajectories"} if facts["damaged"] else {}),
         "length": f"{decimal(facts['size_bytes'])} of files",
         "space taken": f"{decimal(facts['disk_bytes'])} on the disk",
@@ -72,6 +74,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
             for store, w in facts["writers"].items()
         )
         or "nobody now",
+        "roles": _told_roles(facts["roles"], facts["unclear_roles"]),
     }
     for name, text in lines.items():
         console().print(f"{name:<14}" + text.replace("\n", "\n" + " " * 14), soft_wrap=True)
@@ -82,6 +85,21 @@ def _show_facts(facts: dict[str, Any]) -> None:
             for c in facts["columns"]
         ],
     )
+
+
+def _told_roles(taken: dict[str, Any], unclear: dict[str, list[str]]) -> str:
+    """What each column was taken for, and of which it is to be said."""
+    known = [
+        f"{role}: {columns if isinstance(columns, str) else ', '.join(columns)}"
+        for role, columns in taken.items()
+    ]
+    is_long = sum(map(len, known)) > _MAX_LINE
+    lines = known if is_long else [", ".join(known)] if known else []
+    lines += [
+        f"{role} is unclear: {' or '.join(columns)}; say it with --role"
+        for role, columns in unclear.items()
+    ]
+    return "\n".join(map(printable, lines)) or "none known; say them with --role"
 
 
 def _told_versions(counts: dict[str, int]) -> str:
@@ -103,7 +121,7 @@ def _ends_of(names: list[str]) -> list[str]:
 
 def _facts_of(tables: Tables) -> dict[str, Any]:
     entries = [entry for entry, _ in tables.entries]
-    num_episodes = sum(batch.num_rows for batch in tables.episodes.batches(["env"]))
+    num_episodes = _num_episodes_of(tables)
     times = tables.trajectories.to_arrow(["added_at"])["added_at"].drop_null()
     known = sorted(times.to_pylist())
     stores = tables.stores
@@ -120,8 +138,18 @@ def _facts_of(tables: Tables) -> dict[str, Any]:
         "first_added_at": known[0] if known else None,
         "last_added_at": known[-1] if known else None,
         "writers": {store: writer for store in stores if (writer := writer_of(store))},
+        "roles": tables.roles.told(),
+        "unclear_roles": tables.roles.unclear(),
         "columns": _columns_of(tables),
     }
+
+
+def _num_episodes_of(tables: Tables) -> int | None:
+    """None where several columns could say where they end."""
+    if not {TERMINATION, TRUNCATION, DONE}.isdisjoint(tables.roles.unclear()):
+        return None
+    counts: list[int] = [batch.num_rows for batch in tables.episodes.batches(["env"])]
+    return sum(counts)
 
 
 def _columns_of(tables: Tables) -> list[dict[str, Any]]:
@@ -215,11 +243,12 @@ def head(
     paths: Paths,
     trajectory: Trajectory = None,
     rows: Annotated[int, typer.Option(min=1, metavar="N", help="So many rows.")] = 6,
+    role: RoleOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the first rows of a trajectory, by default of the oldest; of wide columns the shapes."""
     with shown("reading") as show:
-        tables = tables_of(paths, show, trajectory)
+        tables = tables_of(paths, show, trajectory, role)
         if not tables.entries:
             raise MmbufError(f"{paths[0]}: expected a trajectory, got an empty store.")
         entry, directory = tables.entries[0]
@@ -260,10 +289,10 @@ def _cut(value: Any) -> Any:
     return f"{value[: _MAX_TEXT - 3]}..." if is_long else value
 
 
-def stats(paths: Paths, as_json: AsJson = False) -> None:
+def stats(paths: Paths, role: RoleOptions = None, as_json: AsJson = False) -> None:
     """Read all of a store: numbers of each column, returns and lengths by model version."""
     with shown("reading") as show:
-        tables = tables_of(paths, show, skip_damaged=True)
+        tables = tables_of(paths, show, role=role, skip_damaged=True)
         summary = summarize(tables)
     _show_summary(summary, as_json)
     tell_skipped(tables)
@@ -299,8 +328,10 @@ def _show_summary(summary: Summary, as_json: bool) -> None:
         ],
         gap_at,
     )
+    num_nan = sum(version.num_nan_returns for version in summary.versions.values())
     for what in ("returns", "lengths"):
-        say(f"{what} of episodes")
+        but_nan = f", but of {num_nan:,} that have a reward that is NaN" if num_nan else ""
+        say(f"{what} of episodes{but_nan if what == 'returns' else ''}")
         show_grid(
             ["version", *(field.name for field in dataclasses.fields(Spread))],
             [

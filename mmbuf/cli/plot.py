@@ -12,7 +12,7 @@ from mmbuf.analysis import Tables
 from mmbuf.analysis.episodes import OPEN
 from mmbuf.cli.damage import tell_skipped
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, Paths, say, show_json, tables_of
+from mmbuf.cli.screen import AsJson, Paths, RoleOptions, say, show_json, tables_of
 from mmbuf.errors import MmbufError
 from mmbuf.packages import optional_package
 from mmbuf.schema import Array, Column
@@ -39,32 +39,40 @@ def plot(
     env: Annotated[
         int | None, typer.Option(min=0, help="The environment of --trajectory; 0 by default.")
     ] = None,
+    role: RoleOptions = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw the returns, lengths and rewards of a store, or one trajectory and its images."""
     if env is not None and trajectory is None:
         raise MmbufError("--env: expected --trajectory with it, got none.")
     with shown("reading") as show:
-        tables = tables_of(paths, show, trajectory, skip_damaged=True)
+        tables = tables_of(paths, show, trajectory, role, skip_damaged=True)
         if not tables.entries:
             raise MmbufError(f"{paths[0]}: expected a trajectory, got an empty store.")
-        figure = draw_episodes(tables) if trajectory is None else draw_steps(tables, env or 0)
+        num_nan = None
+        if trajectory is None:
+            figure, num_nan = draw_episodes(tables)
+        else:
+            figure = draw_steps(tables, env or 0)
     try:
         figure.savefig(out)
     except ValueError as error:  # no such format
         raise MmbufError(f"--out: {error}") from error
     if as_json:
-        show_json({"file": str(out)})
+        counts = {} if num_nan is None else {"num_nan_returns": num_nan}
+        show_json({"file": str(out)} | counts)
     else:
+        if num_nan:
+            say(f"{num_nan:,} episodes have a reward that is NaN; their returns are left out")
         say(str(out))
     tell_skipped(tables)
 
 
-def draw_episodes(tables: Tables) -> Any:
+def draw_episodes(tables: Tables) -> tuple[Any, int]:
     """A figure of the returns and lengths of episodes, and of rewards, over the trajectories.
 
     These are in the order of their addition, and have the colour of their version. Episodes that no
-    flag ends are pale.
+    flag ends are pale. Those whose return is NaN have a length only; their number is returned.
     """
     matplotlib = optional_package("matplotlib", "analysis")
     entries = [entry for entry, _ in tables.entries]
@@ -72,7 +80,7 @@ def draw_episodes(tables: Tables) -> Any:
     numbers = {name: number for number, name in enumerate(versions)}
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 1, len(versions)))
     of_entries = colours[[numbers[entry.model_weights_id] for entry in entries]]
-    places, returns, lengths, are_open = _episodes_of(tables)
+    places, returns, lengths, are_open, num_nan = _episodes_of(tables)
     shades = of_entries[places]
     shades[are_open, 3] = _PALE
     has_return = ~np.isnan(returns)
@@ -80,8 +88,11 @@ def draw_episodes(tables: Tables) -> Any:
     _scatter(axes[0], places[has_return], returns[has_return], shades[has_return])
     _scatter(axes[1], places, lengths, shades)
     found = np.unique(places[has_return])
-    sums = np.bincount(places, np.where(has_return, returns, 0.0))[found]
-    _scatter(axes[2], found, sums / np.bincount(places, lengths)[found], of_entries[found])
+    sums, steps = (
+        np.bincount(places, np.where(has_return, values, 0.0))[found]
+        for values in (returns, lengths)
+    )
+    _scatter(axes[2], found, sums / steps, of_entries[found])
     axes[1].locator_params(axis="y", integer=True)
     for axis in axes:
         axis.set_xlim(-1, len(entries))
@@ -100,11 +111,14 @@ def draw_episodes(tables: Tables) -> Any:
         bar.set_label("version, from the first to the last", fontsize=8)
         bar.locator.set_params(integer=True)
     axes[-1].set_xlabel("trajectories, in the order of their addition")
-    return figure
+    return figure, num_nan
 
 
-def _episodes_of(tables: Tables) -> tuple[Array, Array, Array, Array]:
-    """Of each episode the place of its trajectory, return (or NaN), length, whether it is open."""
+def _episodes_of(tables: Tables) -> tuple[Array, Array, Array, Array, int]:
+    """Of each episode the place of its trajectory, return (or NaN), length, whether it is open.
+
+    And how many returns are NaN, and not only unknown.
+    """
     place_of = {entry.uuid: place for place, (entry, _) in enumerate(tables.entries)}
     batches = list(tables.episodes.batches(["uuid", "episode_return", "length", "ended_by"]))
     places = [place_of[uuid] for batch in batches for uuid in batch["uuid"].to_pylist()]
@@ -113,7 +127,10 @@ def _episodes_of(tables: Tables) -> tuple[Array, Array, Array, Array]:
         np.concatenate([np.empty(0), *(b[n].to_numpy(zero_copy_only=False) for b in batches)])
         for n in ("episode_return", "length")
     )
-    return np.array(places, int), returns, lengths, np.array([r == OPEN for r in reasons], bool)
+    num_unknown = sum(batch["episode_return"].null_count for batch in batches)
+    num_nan = int(np.isnan(returns).sum()) - num_unknown
+    are_open = np.array([r == OPEN for r in reasons], bool)
+    return np.array(places, int), returns, lengths, are_open, num_nan
 
 
 def _scatter(axis: Any, x: Array, y: Array, colours: Array) -> None:

@@ -18,6 +18,7 @@ from mmbuf import files
 from mmbuf.analysis import Tables
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError, MmbufError
+from mmbuf.roles import parsed
 from mmbuf.terminal import printable
 
 Paths = Annotated[
@@ -25,6 +26,14 @@ Paths = Annotated[
     typer.Argument(
         metavar="PATH...",
         help="Stores, checkpoints, directories of RLinf's, or a pattern such as 'run/rank_*'.",
+    ),
+]
+RoleOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--role",
+        metavar="NAME=COLUMN",
+        help="What a column is: reward, termination, truncation, done, next.COLUMN; repeat it.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
@@ -39,12 +48,17 @@ def tables_of(
     paths: Sequence[Path],
     show: Callable[[int, int], None],
     trajectory: str | None = None,
+    role: Sequence[str] | None = None,
     *,
     skip_damaged: bool = False,
 ) -> Tables:
     """The tables of the stores, or of one trajectory by its id or uuid; ``show`` is a progress."""
-    of = paths if len(paths) > 1 else paths[0]
-    tables = Tables(of, on_progress=show, skip_damaged=skip_damaged and trajectory is None)
+    tables = Tables(
+        paths if len(paths) > 1 else paths[0],
+        on_progress=show,
+        roles=parsed(role or ()),
+        skip_damaged=skip_damaged and trajectory is None,
+    )
     if trajectory is None:
         return tables
     is_id = trajectory.isascii() and trajectory.isdigit() and len(trajectory) < 20

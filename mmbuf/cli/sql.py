@@ -14,7 +14,16 @@ import typer
 from mmbuf import files
 from mmbuf.cli.damage import tell_skipped
 from mmbuf.cli.progress import shown
-from mmbuf.cli.screen import AsJson, Paths, plain, query_error, say, show_grid, tables_of
+from mmbuf.cli.screen import (
+    AsJson,
+    Paths,
+    RoleOptions,
+    plain,
+    query_error,
+    say,
+    show_grid,
+    tables_of,
+)
 from mmbuf.errors import MmbufError
 from mmbuf.locations import location
 from mmbuf.packages import optional_package
@@ -33,6 +42,7 @@ def sql(
     parquet: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it into a Parquet file.")
     ] = None,
+    role: RoleOptions = None,
     allow_files: Annotated[
         bool,
         typer.Option(
@@ -52,7 +62,7 @@ def sql(
     stdout = sys.stdout  # the progress bar puts itself in its place
     try:
         with shown("reading") as show:
-            tables = tables_of(paths, show, skip_damaged=True)
+            tables = tables_of(paths, show, role=role, skip_damaged=True)
             wide = [name for name in tables.steps.wide if name in query]
             # Of a name that no query knows: what DuckDB writes beside it is nobody's.
             written = "" if parquet is None else _new_name(location("parquet", parquet))

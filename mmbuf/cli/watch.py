@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Hashable, Sequence
@@ -15,12 +16,22 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table as Grid
 
-from mmbuf import files, storage
-from mmbuf.analysis.episodes import OPEN, Episodes, has_flags
+from mmbuf import storage
+from mmbuf.analysis.episodes import OPEN, Episodes
 from mmbuf.analysis.rows import TrajectoryRows
-from mmbuf.cli.screen import AsJson, Paths, console, disk_bytes_of, show_json, told, writer_of
+from mmbuf.cli.screen import (
+    AsJson,
+    Paths,
+    RoleOptions,
+    console,
+    disk_bytes_of,
+    show_json,
+    told,
+    writer_of,
+)
 from mmbuf.errors import CorruptError
 from mmbuf.locations import is_pattern, location, matches
+from mmbuf.roles import Roles, Told, parsed
 from mmbuf.stores import Stores
 from mmbuf.terminal import printable
 from mmbuf.window import Item
@@ -39,6 +50,7 @@ def watch(
         int,
         typer.Option(min=0, metavar="N", help="The trainer's sample_window_size; 0: all."),
     ] = 0,
+    role: RoleOptions = None,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +58,7 @@ def watch(
     screen = console()
     try:
         with ExitStack() as stack:
-            followed = Followed(paths, window)
+            followed = Followed(paths, window, parsed(role or ()))
             stack.callback(followed.close)
             is_live = screen.is_terminal and not (as_json or once)
             live = Live(console=screen, auto_refresh=False) if is_live else None
@@ -74,9 +86,10 @@ class Followed:
     FileNotFoundError where there is no store; of a pattern, stores may come later.
     """
 
-    def __init__(self, paths: Sequence[Path], window_size: int) -> None:
+    def __init__(self, paths: Sequence[Path], window_size: int, roles: Told | None = None) -> None:
         self._paths = [location("path", path) for path in paths]
         self._window_size = window_size
+        self._told = roles
         self._stores = Stores(self._paths, len(paths) > 1, None, follow=True)
         self._items: dict[Hashable, Item] = {}  # oldest first
         self._disk_bytes: dict[Hashable, int] = {}
@@ -157,12 +170,13 @@ class Followed:
         assert schema is not None
         try:
             with ExitStack() as stack:
-                episodes = Episodes(TrajectoryRows(entry, directory, schema, stack))
+                roles = Roles(schema, self._told)
+                episodes = Episodes(TrajectoryRows(entry, directory, schema, stack), roles)
                 returns = episodes.returns
                 if returns is None:
                     return []
                 order = episodes.end_steps.argsort(kind="stable")
-                if has_flags(schema):
+                if roles.ends:
                     order = order[(episodes.ended_by != OPEN)[order]]
                 found: list[float] = returns[order].tolist()
                 return found
@@ -185,7 +199,9 @@ def _age_of(added_at: float, now: float) -> float | None:
 
 
 def _grid_of(facts: dict[str, Any]) -> Grid:
-    window, returns = facts["window"], facts["returns"]
+    window, returns = facts["window"], [r for r in facts["returns"] if not math.isnan(r)]
+    num_nan = len(facts["returns"]) - len(returns)
+    but_nan = f", {num_nan} more are NaN" if num_nan else ""
     writers = [printable(f"process {w['pid']} on {w['host']}") for w in facts["writers"].values()]
     stores = "1 store" if facts["num_stores"] == 1 else f"{facts['num_stores']:,} stores"
     version = printable(facts["version"] or "(none)")
@@ -207,9 +223,9 @@ def _grid_of(facts: dict[str, Any]) -> Grid:
         (
             "return",
             told(sum(returns) / len(returns) if returns else None),
-            f"mean of the newest {len(returns)} episodes, the last {told(returns[-1])}"
+            f"mean of the newest {len(returns)} episodes, the last {told(returns[-1])}{but_nan}"
             if returns
-            else "no episode ended yet",
+            else f"no episode ended yet{but_nan}",
         ),
         ("written by", f"{len(writers):,}", "\n".join(writers) or "nobody now"),
     ]

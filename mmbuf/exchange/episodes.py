@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mmbuf import files
 from mmbuf.buffer import TrajectoryReplayBuffer
 from mmbuf.errors import SchemaError
 from mmbuf.exchange.target import new_directory

@@ -33,6 +33,7 @@ from mmbuf.exchange.layouts import CURRENT, EPISODE, FLAGS, FOLLOWING, Leaf, Lea
 from mmbuf.exchange.target import Exported, new_directory
 from mmbuf.locations import location
 from mmbuf.packages import optional_package
+from mmbuf.roles import Roles
 from mmbuf.schema import Array, Column, Path, Schema
 from mmbuf.transfer import Directory, OnProgress
 
@@ -278,7 +279,7 @@ def to_minari(tables: Tables, target: Directory, *, wide: tuple[str, ...] = ()) 
             data_format="hdf5",
             jpeg_encoding=False,
         )
-        for found in tables.read_each(lambda rows: list(_episodes_of(rows))):
+        for found in tables.read_each(lambda rows: list(_episodes_of(rows, tables.roles))):
             episodes = [
                 episode
                 | {
@@ -356,7 +357,9 @@ def _id_of(target: str) -> str:
     return name if re.search(r"-v[0-9]+$", name) else f"{name}-v0"
 
 
-def _episodes_of(rows: TrajectoryRows) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _episodes_of(
+    rows: TrajectoryRows, roles: Roles
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """The arguments of an `EpisodeBuffer` for each episode, and what its metadata are to say."""
     num_steps, num_envs = rows.entry.num_steps, rows.entry.num_envs
     columns = {
@@ -364,7 +367,7 @@ def _episodes_of(rows: TrajectoryRows) -> Iterator[tuple[dict[str, Any], dict[st
         for position, column in enumerate(rows.schema.columns)
         if column.row_bytes
     }
-    episodes = Episodes(rows)
+    episodes = Episodes(rows, roles)
     places = zip(episodes.envs, episodes.start_steps, episodes.end_steps, strict=True)
     for (env, start, stop), ended_by in zip(places, episodes.ended_by, strict=True):
         part = {path: values[start:stop, env] for path, values in columns.items()}

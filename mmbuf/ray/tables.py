@@ -12,6 +12,7 @@ from mmbuf import files
 from mmbuf.analysis import Tables
 from mmbuf.arguments import whole
 from mmbuf.packages import optional_package
+from mmbuf.roles import Told
 from mmbuf.transfer import Directory
 
 
@@ -21,18 +22,19 @@ def read_store(
     *,
     table: str = "steps",
     trajectories_per_block: int = 256,
+    roles: Told | None = None,
 ) -> Any:
     """A table of stores as a ``ray.data.Dataset``; only ``columns`` are read, by Ray's workers.
 
-    ``path``, ``columns`` and what they mean are those of `mmbuf.analysis.Tables`; ``table`` is
-    ``"steps"`` or ``"episodes"``. A block is the rows of so many trajectories. All nodes must see
-    the files. Errors as of `Tables`, here or where the data set is read.
+    ``path``, ``columns``, ``roles`` and what they mean are those of `mmbuf.analysis.Tables`;
+    ``table`` is ``"steps"`` or ``"episodes"``. A block is the rows of so many trajectories. All
+    nodes must see the files. Errors as of `Tables`, here or where the data set is read.
     """
     if table not in ("steps", "episodes"):
         raise ValueError(f"table: expected 'steps' or 'episodes', got {table!r}.")
     trajectories_per_block = whole("trajectories_per_block", trajectories_per_block, 1)
     data = optional_package("ray.data", "ray")
-    tables = Tables(path)
+    tables = Tables(path, roles=roles)
     names = getattr(tables, table).checked(columns)
     starts = range(0, max(1, len(tables)), trajectories_per_block)
     parts = [tables.part(start, start + trajectories_per_block) for start in starts]

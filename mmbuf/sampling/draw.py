@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import torch
 
 from mmbuf.entry import Entry
 from mmbuf.errors import MmbufError, SchemaError
@@ -97,13 +98,14 @@ class Sampler(ABC):
     worked out aside and put in place by one assignment, or changed by `shield.run`. A handler that
     draws from a sampler within a call of it gets MmbufError, and its ``state_dict``.
 
-    ``needs_info``: batches always have ``"info"``, since the caller needs the handles.
-    ``has_even_batches``: equal numbers asked for give batches of equal shapes. ``num_dims``: the
-    leading dimensions of its batches.
+    ``needs_info``: batches always have ``batch[info]``, since the caller needs the handles; it is
+    called "info" unless somebody says otherwise. ``has_even_batches``: equal numbers asked for give
+    batches of equal shapes. ``num_dims``: the leading dimensions of its batches.
     """
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     needs_info = False
+    info = "info"
     has_even_batches = True
     num_dims = 1
 
@@ -152,12 +154,29 @@ def column_of(sight: Sight, path: Path, who: str) -> Column:
     name = ".".join(path)
     for column in sight.schema.columns:
         if column.path == path:
-            if column.is_text or column.viewed_as is not None:
+            if column.is_text:
                 raise SchemaError(
-                    f"column {name!r}: expected a dtype of NumPy for {who}, got {column.dtype}."
+                    f"column {name!r}: expected a dtype of numbers for {who}, got text."
                 )
             return column
     raise SchemaError(f"column {name!r}: expected one for {who}, got none.")
+
+
+def numbers_of(column: Column, rows: Array) -> Array:
+    """``rows`` of storage as numbers that NumPy knows: of bfloat16 and float8 a copy as float32."""
+    if column.viewed_as is None:
+        return rows
+    numbers: Array = column.tensor(rows).float().numpy()
+    return numbers
+
+
+def storage_of(column: Column, numbers: Array) -> Array:
+    """Floats as rows of storage: rounded, infinite where they are too large."""
+    if column.viewed_as is None:
+        with np.errstate(over="ignore"):
+            return numbers.astype(column.storage)
+    bits: Array = torch.from_numpy(numbers).to(column.viewed_as).view(column.storage_as).numpy()
+    return bits
 
 
 def flat(rows: Array) -> Array:

@@ -1,24 +1,20 @@
 """Episodes: where the episodes of a window's trajectories end.
 
-An episode ends where ``dones`` is set (``terminations`` or ``truncations`` where there is no
-``dones``) and where its trajectory ends. Rows of one environment lie B apart.
+An episode ends where a flag says so (`Roles.ends`) and where its trajectory ends. Rows of one
+environment lie B apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import numpy as np
 
 from mmbuf import shield
+from mmbuf.roles import Roles, Told, checked
 from mmbuf.sampling.derived import Derived, Fifo, blocks
-from mmbuf.sampling.draw import Sight, any_of, column_of, flat
-from mmbuf.schema import Array, Path
+from mmbuf.sampling.draw import Sight, any_of, column_of, flat, numbers_of
+from mmbuf.schema import Array, Column, Schema
 from mmbuf.slots import NUM_ENVS, View
 
-DONES: Path = ("dones",)
-TERMINATIONS: Path = ("terminations",)
-TRUNCATIONS: Path = ("truncations",)
 MAX_LEFT = np.iinfo(np.uint16).max
 
 _BLOCK_ROWS = 1 << 18
@@ -29,17 +25,28 @@ class Episodes(Derived):
 
     ``left`` has, for each row of the window, the steps from it to the end of its episode, itself
     included (`MAX_LEFT` where there are more); ``firsts`` the ordinal of each episode's first row,
-    ``lengths`` its steps and ``strides`` the rows from one step to the next (B).
+    ``lengths`` its steps and ``strides`` the rows from one step to the next (B). ``roles`` are what
+    a caller says of the columns' roles.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roles: Told | None = None) -> None:
         super().__init__()
+        self._told = checked(roles)
+        self._roles: tuple[Schema | None, Roles] = (None, Roles(None))
         self._left = Fifo(np.uint16)
         # Side by side, since what is drawn from many episodes is not in the processor's caches.
         self._table = Fifo(np.int64, 3)
         self._counts = Fifo(np.int64)  # episodes of each slot
         self._starts: dict[tuple[int, bool], Fifo] = {}  # see `starts`
         self._bases: dict[tuple[int, bool], int] = {}
+
+    def roles_in(self, schema: Schema) -> Roles:
+        """The roles of the columns; SchemaError where the caller has named others."""
+        known, roles = self._roles
+        if schema is not known:
+            roles = Roles(schema, self._told)
+            self._roles = (schema, roles)
+        return roles
 
     @property
     def left(self) -> Array:
@@ -97,15 +104,16 @@ class Episodes(Derived):
         self._left.drop(num_rows)
 
     def _add(self, sight: Sight, first: int, lengths: Array) -> None:
-        paths = _flags_of(sight)
+        ends = self.roles_in(sight.schema).ends
+        flags = [column_of(sight, path, "the ends of episodes") for path in ends]
         before = len(self._table)
         for block in blocks(lengths, _BLOCK_ROWS):
             shield.check()
-            self._add_block(sight, paths, first + block.start, lengths[block])
+            self._add_block(sight, flags, first + block.start, lengths[block])
         for key in self._starts:
             self._count_starts(key, self.lengths[before:])
 
-    def _add_block(self, sight: Sight, paths: list[Path], first: int, lengths: Array) -> None:
+    def _add_block(self, sight: Sight, flags: list[Column], first: int, lengths: Array) -> None:
         view = sight.view
         num_slots, num_rows = len(lengths), int(lengths.sum())
         low = int(view.starts[first])
@@ -118,8 +126,9 @@ class Episodes(Derived):
         step, env = np.divmod(np.arange(num_rows) - begin, envs)
         position = begin + env * steps + step
         is_end = step == steps - 1
-        for flags in sight.read(paths, np.arange(low, low + num_rows)):
-            is_end |= any_of(flat(flags))
+        found = sight.read([column.path for column in flags], np.arange(low, low + num_rows))
+        for column, values in zip(flags, found, strict=True):
+            is_end |= any_of(flat(numbers_of(column, values)))
         side_by_side = np.empty(num_rows, np.bool_)
         side_by_side[position] = is_end
         ends = side_by_side.nonzero()[0]
@@ -140,18 +149,3 @@ def stride_of(view: View) -> int | None:
     """The rows from one step to the next; None where that is not the same for all."""
     num_envs = view.facts[NUM_ENVS, view.first : view.stop]
     return int(num_envs[0]) if (num_envs == num_envs[0]).all() else None
-
-
-def end_flags(paths: Set[Path]) -> list[Path]:
-    """Those of the columns that say where an episode ends."""
-    if DONES in paths:
-        return [DONES]
-    return [path for path in (TERMINATIONS, TRUNCATIONS) if path in paths]
-
-
-def _flags_of(sight: Sight) -> list[Path]:
-    """The columns that say where an episode ends."""
-    found = end_flags({column.path for column in sight.schema.columns})
-    for path in found:
-        column_of(sight, path, "the ends of episodes")
-    return found

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mmbuf import shield
-from mmbuf.arguments import number
+from mmbuf.arguments import key_name, number
 from mmbuf.errors import EmptyBufferError
 from mmbuf.sampling.derived import Derived
 from mmbuf.sampling.draw import Draw, Sampler, Sight
@@ -22,6 +22,7 @@ from mmbuf.schema import Array
 from mmbuf.slots import UUID_MARK
 
 _MOST = 1e290  # of p^alpha, so that no sum of them is infinite
+_LEAST = np.finfo(np.float64).tiny
 
 
 class _Update(NamedTuple):
@@ -37,8 +38,9 @@ class Prioritized(Sampler):
     """Rows in proportion to their priorities, with replacement, and importance weights.
 
     Batches have ``weights``, float32 ``[K]``, and ``info``, whose ``handle`` names the rows for
-    `update_priorities`. New rows have the highest priority seen so far. ``eps`` is added to each
-    priority, so that none is 0. ``alpha`` 0 is uniform; ``beta`` may be changed at any time.
+    `update_priorities`; the arguments of these names are what to call them. New rows have the
+    highest priority seen so far. ``eps`` is added to each priority, so that none is 0. ``alpha`` 0
+    is uniform; ``beta`` may be changed at any time.
 
     Equal seeds and updates give equal batches on one kind of processor. On another, whose powers
     are rounded otherwise, and after `load_state_dict`, which may order the sums otherwise, weights
@@ -47,8 +49,19 @@ class Prioritized(Sampler):
 
     needs_info = True
 
-    def __init__(self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-6,
+        *,
+        weights: str = "weights",
+        info: str = "info",
+    ) -> None:
         super().__init__()
+        self.weights, self.info = key_name("weights", weights), key_name("info", info)
+        if self.weights == self.info:
+            raise ValueError(f"info: expected another name than weights, got {info!r}.")
         self.alpha, self.beta, self.eps = (
             _finite(name, value) for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps))
         )
@@ -62,15 +75,18 @@ class Prioritized(Sampler):
         self._check_is_outside()
         while (found := self._find(sight, num_chunks, generator)) is None:
             shield.run(self._follow, sight)
-        leaves, shares, low = found
-        weights = (shares * (sight.view.high - sight.view.low)) ** -self.beta
-        weights /= weights.max()
-        return Draw(leaves + low, added={"weights": weights.astype(np.float32)})
+        leaves, values, low = found
+        # (N P(i))^-beta over the largest of them: only ratios of the p^alpha are left, and of these
+        # the logarithms are never infinite.
+        logs = np.log(values)
+        with np.errstate(over="ignore", under="ignore"):
+            weights = np.exp((logs.min() - logs) * self.beta).astype(np.float32)
+        return Draw(leaves + low, added={self.weights: weights})
 
     def _find(
         self, sight: Sight, num_chunks: int, generator: np.random.Generator
     ) -> tuple[Array, Array, int] | None:
-        """Leaves, their shares of the whole, and what makes rows of them.
+        """Leaves, their p^alpha, and what makes rows of them.
 
         None where the sight has to be followed first.
         """
@@ -85,7 +101,7 @@ class Prioritized(Sampler):
             if not total > 0:
                 raise EmptyBufferError("sample: expected a row with a priority above 0, got none.")
             leaves = rows.tree.find(generator.random(num_chunks) * total)
-            return leaves, rows.tree.leaves[leaves] / total, sight.view.low - rows.first_leaf
+            return leaves, rows.tree.leaves[leaves], sight.view.low - rows.first_leaf
 
     def _follow(self, sight: Sight) -> None:
         with self._lock:
@@ -109,12 +125,15 @@ class Prioritized(Sampler):
             )
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ValueError("priorities: expected finite numbers of at least 0, got others.")
-        with np.errstate(over="ignore"):
-            powers = (values + self.eps) ** self.alpha
+        values = values + self.eps
+        with np.errstate(over="ignore", under="ignore"):
+            powers = values**self.alpha
+        # What is above 0 stays so, and can be drawn.
+        np.maximum(powers, _LEAST, out=powers, where=values > 0)
         if not (powers <= _MOST).all():
             raise ValueError(
                 f"priorities: expected (p + eps)^alpha of at most {_MOST:g}, "
-                f"got p = {values.max():g}."
+                f"got p + eps = {values.max():g}."
             )
         self._check_is_outside()
         with self._lock:

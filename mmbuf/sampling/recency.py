@@ -10,7 +10,7 @@ from mmbuf import shield
 from mmbuf.arguments import number
 from mmbuf.errors import EmptyBufferError
 from mmbuf.sampling.derived import Derived, Fifo, Follower, blocks
-from mmbuf.sampling.draw import Draw, Sampler, Sight, column_of, flat
+from mmbuf.sampling.draw import Draw, Sampler, Sight, column_of, flat, numbers_of
 from mmbuf.schema import Array, Path
 
 _VERSIONS: Path = ("versions",)
@@ -108,13 +108,13 @@ class _VersionRuns(Derived):
         self._counts.drop(num_slots)
 
     def _add(self, sight: Sight, first: int, lengths: Array) -> None:
-        column_of(sight, _VERSIONS, "FreshVersions")
+        column = column_of(sight, _VERSIONS, "FreshVersions")
         for block in blocks(lengths, _BLOCK_ROWS):
             shield.check()
             low = int(sight.view.starts[first + block.start])
             num_rows = int(lengths[block].sum())
             (found,) = sight.read([_VERSIONS], np.arange(low, low + num_rows))
-            versions = flat(found).min(axis=1).astype(np.float64)
+            versions = flat(numbers_of(column, found)).min(axis=1).astype(np.float64)
             begins = np.cumsum(lengths[block]) - lengths[block]
             is_first = np.empty(num_rows, np.bool_)
             is_first[0] = True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmbuf.arguments import whole
+from mmbuf.arguments import key_name, whole
 from mmbuf.batch import check_room
 from mmbuf.errors import EmptyBufferError
+from mmbuf.roles import Told
 from mmbuf.sampling.derived import Follower
 from mmbuf.sampling.draw import Draw, Sight
 from mmbuf.sampling.episodes import Episodes
@@ -19,16 +20,20 @@ class Slices(Follower):
     Each is of one environment and inside one episode; every step that a whole sequence can start at
     is equally likely. ``pad``: shorter episodes can be drawn too, as often as one start; their
     last step is repeated, and ``batch["mask"]``, bool ``[K, L]``, is False there. Else they never
-    are, and where there is no other EmptyBufferError is raised.
+    are, and where there is no other EmptyBufferError is raised. ``mask`` is the name of that key,
+    ``roles`` says which columns are the flags of ends, see `mmbuf.roles`.
     """
 
     num_dims = 2
 
-    def __init__(self, length: int, pad: bool = False) -> None:
+    def __init__(
+        self, length: int, pad: bool = False, *, roles: Told | None = None, mask: str = "mask"
+    ) -> None:
         super().__init__()
         self.length = whole("length", length, 1)
         self.pad = pad
-        self._episodes = Episodes()
+        self.mask = key_name("mask", mask)
+        self._episodes = Episodes(roles)
 
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         check_room(sight.schema, num_chunks * self.length)
@@ -52,7 +57,9 @@ class Slices(Follower):
         mask = steps < num_steps[:, None]
         steps = np.minimum(steps, num_steps[:, None] - 1)
         return Draw(
-            (firsts[:, None] + strides[:, None] * steps).reshape(-1), shape, added={"mask": mask}
+            (firsts[:, None] + strides[:, None] * steps).reshape(-1),
+            shape,
+            added={self.mask: mask},
         )
 
     def _see(self, sight: Sight) -> tuple[Array, Array, int, int]:
