@@ -165,9 +165,10 @@ class Trajectory:
         payload = measure(fields)
         num_steps, num_envs = payload.num_steps, payload.num_envs
         chosen: Array = np.asarray(torch.as_tensor(mask).detach().cpu(), np.bool_)
-        for position, leaf in enumerate(payload.schema.leaves(fields, "trajectory")):
-            if leaf is mask:
-                chosen = chosen[payload.steps_of(position)]
+        leaves = payload.schema.leaves(fields, "trajectory")
+        steps = [payload.steps_of(i) for i, leaf in enumerate(leaves) if leaf is mask]
+        if steps and all(np.array_equal(steps[0], others) for others in steps):
+            chosen = chosen[steps[0]]
         if chosen.shape[:2] != (num_steps, num_envs):
             raise ValueError(
                 f"mask: expected the shape [T, B] = [{num_steps}, {num_envs}, ...], got "

@@ -1,7 +1,7 @@
 """Arrow files: what is written is what mmbuf and other people's tools read, or is refused.
 
-The golden file holds every dtype; ``python tests/test_arrow.py`` writes it anew after a wanted
-change of the format.
+The golden files hold every dtype and all kinds of left-out steps; ``python tests/test_arrow.py``
+writes them anew after a wanted change of the format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mmbuf.errors import CorruptError, VersionError
 from mmbuf.formats import arrow
 from mmbuf.schema import Array, Schema, interleave, measure
 
-GOLDEN = Path(__file__).parent / "golden" / "trajectory.arrow"
+GOLDEN = Path(__file__).parent / "golden"
 UUID = "0123456789abcdef0123456789abcdef"
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -91,8 +91,25 @@ def golden_fields() -> dict[str, Any]:
     }
 
 
+def golden_rollout() -> dict[str, Any]:
+    """Of a file of version 2: columns of all kinds have left-out steps."""
+    return {
+        "actions": random_bits("float32", (3, 2, 2), 1),
+        "rewards": random_bits("float32", (2, 2), 2),
+        "dones": random_bits("bool", (3, 2), 3),
+        "forward_inputs": {
+            "tokens": random_bits("bfloat16", (3, 2, 4), 4),
+            "text": [["put the carrot", "é"], ["", "é"], ["a", "b"]],
+        },
+    }
+
+
+GOLDENS = {"trajectory.arrow": golden_fields, "rollout.arrow": golden_rollout}
+by_golden = pytest.mark.parametrize("name", GOLDENS)
+
+
 def write_golden(path: Path) -> Written:
-    return write(path, golden_fields(), model_weights_id="weights 7")
+    return write(path, GOLDENS[path.name](), model_weights_id="weights 7")
 
 
 def read_table(path: str) -> pa.Table:
@@ -765,19 +782,24 @@ def test_every_byte_of_the_tail_set_to_255_is_found_or_does_no_harm(small: Writt
 # -- the golden file -------------------------------------------------------------------------------
 
 
-def test_the_golden_file_is_written_byte_for_byte(tmp_path: Path) -> None:
-    file = write_golden(tmp_path / GOLDEN.name)
-    assert file.data == GOLDEN.read_bytes(), "if this is wanted: python tests/test_arrow.py"
+@by_golden
+def test_the_golden_file_is_written_byte_for_byte(tmp_path: Path, name: str) -> None:
+    file = write_golden(tmp_path / name)
+    assert file.data == (GOLDEN / name).read_bytes(), (
+        "if this is wanted: python tests/test_arrow.py"
+    )
 
 
-def test_the_golden_file_is_read_bit_for_bit() -> None:
-    entry, schema, crcs = arrow.describe(str(GOLDEN), GOLDEN.name)
+@by_golden
+def test_the_golden_file_is_read_bit_for_bit(name: str) -> None:
+    path = str(GOLDEN / name)
+    entry, schema, crcs = arrow.describe(path, name)
     assert (entry.uuid, entry.trajectory_id, entry.shape) == (UUID, 7, (2, 2))
     assert (entry.max_episode_length, entry.model_weights_id) == (80, "weights 7")
     assert entry.added_at == 1700000000.25
-    payload = measure(golden_fields(), is_stored=True)
+    payload = measure(GOLDENS[name](), is_stored=True)
     assert schema == payload.schema
-    leaves = arrow.load(str(GOLDEN), entry, schema, can_map=True)
+    leaves = arrow.load(path, entry, schema, can_map=True)
     for i, (leaf, column) in enumerate(zip(leaves, schema.columns, strict=True)):
         if column.is_text:
             assert leaf == payload.texts(i)
@@ -789,6 +811,7 @@ def test_the_golden_file_is_read_bit_for_bit() -> None:
 
 
 if __name__ == "__main__":
-    GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.unlink(missing_ok=True)
-    write_golden(GOLDEN)
+    GOLDEN.mkdir(exist_ok=True)
+    for golden in GOLDENS:
+        (GOLDEN / golden).unlink(missing_ok=True)
+        write_golden(GOLDEN / golden)

@@ -248,6 +248,18 @@ def test_an_add_whose_parts_stand_elsewhere_is_read_as_well(tmp_path: Path) -> N
     assert index.read(str(tmp_path))[0].entries == {0: entry(0), 1: entry(1)}
 
 
+def test_a_schema_is_said_again_after_trajectories_but_no_other_one(tmp_path: Path) -> None:
+    other = [{**SCHEMA.to_json()[0], "dtype": "int16"}, *SCHEMA.to_json()[1:]]
+    for columns in (SCHEMA.to_json(), SCHEMA.to_json()):
+        append(tmp_path, line_of({"event": "schema", "version": 2, "columns": columns}))
+        trajectory_id = len(index.read(str(tmp_path))[0].entries)
+        append(tmp_path, line_of({"event": "add", "entry": entry(trajectory_id).to_json()}))
+    assert list(index.read(str(tmp_path))[0].entries) == [0, 1]
+    append(tmp_path, line_of({"event": "schema", "version": 2, "columns": other}))
+    with pytest.raises(CorruptError, match="another schema after trajectories"):
+        index.read(str(tmp_path))
+
+
 def test_text_that_looks_like_parts_is_text(tmp_path: Path) -> None:
     odd = dataclasses.replace(entry(0), model_weights_id='", "parts": [[1, 2]]}', file="a.arrow")
     with opened(tmp_path) as store:

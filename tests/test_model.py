@@ -117,6 +117,9 @@ class Machine(RuleBasedStateMachine):
         for num_steps, num_envs in sizes:
             number = len(self.columns)
             item = trajectory(number, num_steps, num_envs, image=IMAGE)
+            if number % 2:
+                item["actions"] = torch.cat([item["actions"], torch.ones(1, num_envs, 3)])
+                item["curr_obs"]["task"] += [[f"bootstrap {number}"] * num_envs]
             self.columns[number] = item
             items.append({**item, "model_weights_id": weights_id, "max_episode_length": number})
             num_samples = num_steps * num_envs
@@ -344,7 +347,7 @@ def row_of(batch: dict[str, Any], row: int) -> dict[str, Any]:
 
 
 def row_at(columns: dict[str, Any], t: int, b: int) -> dict[str, Any]:
-    """The row ``(t, b)`` of a trajectory whose ``dones`` have a leading step."""
+    """The row ``(t, b)`` of a trajectory whose ``dones`` have a leading step, others a last one."""
     return {
         key: row_at(value, t, b) if isinstance(value, dict) else value[t + (key == "dones")][b]
         for key, value in columns.items()

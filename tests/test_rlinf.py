@@ -23,7 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmbuf import ReplayReader, Trajectory, TrajectoryReplayBuffer, health
-from mmbuf.sampling import WithoutReplacement
+from mmbuf.analysis import Tables
+from mmbuf.channel import Channel
+from mmbuf.sampling import NStep, Slices, WithoutReplacement
+from mmbuf.transfer import convert, merge, split
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 
@@ -40,6 +43,12 @@ by_format = pytest.mark.parametrize("form", FORMATS)
 def rollout(name: str) -> dict[str, Any]:
     item: dict[str, Any] = torch.load(FIXTURES / name, weights_only=True)
     return item
+
+
+def as_trajectory(item: Mapping[str, Any]) -> Trajectory:
+    columns = dict(item)
+    metadata = columns.pop("max_episode_length"), columns.pop("model_weights_id")
+    return Trajectory.from_columns(columns, *metadata)
 
 
 def columns_of(item: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -130,9 +139,7 @@ def test_a_rollout_goes_through_every_format_bit_for_bit(
 
 @by_file
 def test_a_rollout_of_one_epoch_and_of_two_is_of_the_right_length(name: str) -> None:
-    trajectory = Trajectory.from_columns(
-        {k: v for k, v in rollout(name).items() if isinstance(v, (dict, torch.Tensor))}
-    )
+    trajectory = as_trajectory(rollout(name))
     expected = {"interventions.pt": (6, 3), "sac_two_epochs.pt": (8, 2)}.get(name, (4, 2))
     assert (trajectory.num_steps, trajectory.num_envs) == expected
 
@@ -197,8 +204,10 @@ def test_a_mask_of_the_trajectorys_own_flags_is_theirs_and_any_other_has_t_steps
     trajectory = Trajectory(rewards=torch.arange(4.0)[:, None], dones=dones)
     (part,) = trajectory.select(dones)
     assert part.rewards.tolist() == [[1.0]]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"got \[6, 1\]\. Of more steps it has to be a"):
-        trajectory.select(dones.clone())
+    both = Trajectory(rewards=trajectory.rewards, dones=dones, intervene_flags=dones)
+    for whole, mask in ((trajectory, dones.clone()), (both, dones)):
+        with pytest.raises(ValueError, match=r"got \[6, 1\]\. Of more steps it has to be a"):
+            whole.select(mask)
 
 
 # -- older versions of mmbuf ----------------------------------------------------------------------
@@ -337,37 +346,101 @@ def rows_by_the_rule(item: Mapping[str, Any], num_steps: int, num_epochs: int) -
     return rows
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    epoch=st.integers(1, 4),
-    num_epochs=st.integers(1, 4),
-    num_envs=st.integers(1, 3),
-    longer=st.sets(st.sampled_from(MAY_BE_LONGER)),
-    form=st.sampled_from(FORMATS),
+shapes = st.tuples(
+    st.integers(1, 4),  # steps of an epoch
+    st.integers(1, 4),  # epochs
+    st.integers(1, 3),  # environments
+    st.sets(st.sampled_from(MAY_BE_LONGER)),
 )
-def test_any_rollout_comes_back_and_has_the_rows_of_the_rule(
+
+
+@settings(deadline=None, max_examples=25)
+@given(drawn=st.lists(shapes, min_size=1, max_size=3), form=st.sampled_from(FORMATS))
+def test_any_rollouts_come_back_and_have_the_rows_of_the_rule(
     tmp_path_factory: pytest.TempPathFactory,
-    epoch: int,
-    num_epochs: int,
-    num_envs: int,
-    longer: set[str],
+    drawn: list[tuple[int, int, int, set[str]]],
     form: str,
 ) -> None:
-    num_steps = epoch * num_epochs
-    item = pieces(num_steps, num_epochs, num_envs, longer)
-    expected = rows_by_the_rule(item, num_steps, num_epochs)
-    path = tmp_path_factory.mktemp("rollout")
+    items, parts = [], []
+    for epoch, num_epochs, num_envs, longer in drawn:
+        items.append(pieces(epoch * num_epochs, num_epochs, num_envs, longer))
+        parts.append(rows_by_the_rule(items[-1], epoch * num_epochs, num_epochs))
+    expected = {
+        name: list(itertools.chain.from_iterable(part[name] for part in parts))
+        if isinstance(leaf, list)
+        else torch.cat([part[name] for part in parts])
+        for name, leaf in parts[0].items()
+    }
+
+    def check(source: TrajectoryReplayBuffer | ReplayReader) -> None:
+        for _ in range(2):  # from files, then from what was filled
+            assert is_equal(dict(columns_of(every_row(source))), expected)
+        for i, item in enumerate(items):
+            whole = Trajectory.from_columns(item).to_columns()
+            assert is_equal(source.get_trajectory(i).to_columns(), whole)
+
+    path = tmp_path_factory.mktemp("rollouts")
     with TrajectoryReplayBuffer() as buffer:
-        buffer.add_trajectories([item])
-        assert is_equal(dict(columns_of(every_row(buffer))), expected)
-        assert is_equal(
-            buffer.get_trajectory(0).to_columns(), Trajectory.from_columns(item).to_columns()
-        )
+        buffer.add_trajectories(items)
+        check(buffer)
         buffer.save_checkpoint(path / "a", trajectory_format=form)
     for cache_size in (None, 0):
         with ReplayReader(path / "a", cache_size=cache_size) as reader:
-            assert is_equal(dict(columns_of(every_row(reader))), expected)
-            found = reader.get_trajectory(0).to_columns()
-            assert is_equal(found, Trajectory.from_columns(item).to_columns())
+            check(reader)
     assert health.verify(path / "a") == []
     shutil.rmtree(path)
+
+
+# -- what else is done with rollouts --------------------------------------------------------------
+
+
+def test_rollouts_go_through_every_conversion_merge_and_split(tmp_path: Path) -> None:
+    path: Any = STORE
+    for number, form in enumerate([*FORMATS, "arrow", "pkl", "npy", "pt"]):
+        convert(path, tmp_path / str(number), form)
+        path = tmp_path / str(number)
+    split(path, tmp_path / "parts", num_shards=2)
+    merge([tmp_path / "parts" / "rank_0", tmp_path / "parts" / "rank_1"], tmp_path / "whole")
+    files = [torch.load(file, weights_only=True) for file in sorted(STORE.glob("*.pt"))]
+    with ReplayReader(tmp_path / "whole") as reader:
+        # The first of each part, then the second: 0 and 1 were in one part, 2 in the other.
+        for i, origin in enumerate([0, 2, 1]):
+            same(reader.get_trajectory(i), files[origin])
+
+
+def test_a_rollout_comes_through_a_channel_and_is_split_with_its_bootstrap_steps() -> None:
+    item = rollout("sac_two_epochs.pt")
+    with Channel(1) as channel:
+        channel.put(as_trajectory(item))
+        parts = channel.get().split(2)
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories(parts)
+        assert buffer.total_samples == 16
+        for env in (0, 1):
+            found = buffer.get_trajectory(env)
+            assert torch.equal(found.actions, item["actions"][:, env, None])  # type: ignore[arg-type]
+            assert found.num_steps == 8
+
+
+def test_tables_have_the_rows_of_a_rollout_and_no_others(tmp_path: Path) -> None:
+    item = rollout("sac_two_epochs.pt")
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([item])
+        buffer.save_checkpoint(tmp_path / "a")
+    steps = Tables(tmp_path / "a").steps.to_arrow().to_pydict()
+    assert [row[0] for row in steps["actions"]] == steps["rewards"]
+    assert steps["rewards"] == [float(t) for t in range(8) for _ in range(2)]
+
+
+def test_n_step_targets_and_slices_of_a_rollout_are_of_its_rows() -> None:
+    item = rollout("sac_two_epochs.pt")
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([item])
+        batch = buffer.sample(64, sampler=NStep(3, 1.0))
+        first = batch["actions"][:, :1]
+        count = (8 - first).clamp(max=3)
+        assert torch.equal(batch["rewards"], count * first + count * (count - 1) / 2)
+        assert torch.equal(batch["next_obs"]["states"][:, :1], first + count)
+        batch = buffer.sample(16, sampler=Slices(4))
+        assert torch.equal(batch["actions"][..., :1], batch["rewards"])
+        assert torch.equal(batch["rewards"].diff(dim=1), torch.ones(16, 3, 1))
