@@ -75,6 +75,12 @@ MAX_NESTING = 32
 _MAX_DIMENSIONS = 62
 _MAX_VALUES = 1 << 48
 
+# Arrow counts the values of a row, and the bytes of a column's strings, in int32; what is built of
+# one row on the way to a file counts its bytes so too.
+_MAX_ROW_BYTES = (1 << 31) - 1
+_MAX_TEXT_BYTES = (1 << 31) - 1  # of the different strings of one trajectory
+_MAX_BYTES_OF_CHARACTER = 4  # in UTF-8
+
 # torch copies with several threads and NumPy with one, but torch takes longer to start.
 _TORCH_COPY_BYTES = 1 << 20
 
@@ -390,6 +396,8 @@ def measure(
         if not found:
             raise SchemaError("trajectory: expected at least one column, got none.")
         schema = Schema(_describe(path, leaf) for path, leaf in found)
+        for column in schema.columns:
+            _check_can_be_written(column)
         leaves = [leaf for _, leaf in found]
     else:
         payload = _measure_plain(fields, schema)
@@ -575,6 +583,7 @@ def _checked_text(path: Path, steps: Sequence[Any]) -> list[list[str]]:
                         f"[{t}][{b}], got {string!r}."
                     ) from error
         strings.append([plain(string) for string in step])
+    _check_text_fits(path, strings)
     return strings
 
 
@@ -606,6 +615,42 @@ def _describe(path: Path, leaf: Leaf) -> Column:
                 f"column {path!r}: expected keys that UTF-8 can hold, got {key!r}."
             ) from error
     return Column(path, dtype, _row_shape(leaf))
+
+
+def _check_can_be_written(column: Column) -> None:
+    """SchemaError for a column that could be added, and then be in no file."""
+    if column.row_bytes > _MAX_ROW_BYTES:
+        raise SchemaError(
+            f"column {column.name!r}: expected rows of at most {_MAX_ROW_BYTES:,} bytes, the limit "
+            f"of Arrow, got {column.row_bytes:,} of {column}. Divide it into several columns."
+        )
+    if len(column.row_shape) > _MAX_DIMENSIONS:
+        raise SchemaError(
+            f"column {column.name!r}: expected rows of at most {_MAX_DIMENSIONS} dimensions, the "
+            f"limit of NumPy with T and B before them, got {len(column.row_shape)}. Reshape it."
+        )
+    if math.prod(max(1, size) for size in column.row_shape) >= _MAX_VALUES:
+        raise SchemaError(
+            f"column {column.name!r}: expected a row shape that can be counted, got {column}."
+        )
+    if len(column.path) > MAX_NESTING + 1:
+        raise SchemaError(
+            f"column {column.name!r}: expected at most {MAX_NESTING + 1} keys in a path, the limit "
+            f"of a store's index, got {len(column.path)}."
+        )
+
+
+def _check_text_fits(path: Path, steps: list[list[str]]) -> None:
+    """SchemaError for more text than the strings of one file can be."""
+    count = sum(sum(map(len, step)) for step in steps)
+    if count * _MAX_BYTES_OF_CHARACTER <= _MAX_TEXT_BYTES:
+        return
+    size = sum(len(string.encode()) for string in set(itertools.chain.from_iterable(steps)))
+    if size > _MAX_TEXT_BYTES:
+        raise SchemaError(
+            f"column {_name(path)!r}: expected at most {_MAX_TEXT_BYTES:,} bytes of different "
+            f"strings in a trajectory, the limit of Arrow, got {size:,}. Add it in shorter ones."
+        )
 
 
 def _check_fits(column: Column, leaf: Leaf) -> None:

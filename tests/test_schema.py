@@ -13,6 +13,7 @@ from data import DTYPES, FLOAT8, NUMPY_DTYPES, bits, random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mmbuf import TrajectoryReplayBuffer
 from mmbuf.errors import SchemaError
 from mmbuf.schema import (
     LEADING,
@@ -977,3 +978,50 @@ def test_threads_that_encode_and_decode_agree() -> None:
     for mine in results:
         assert all(merged.setdefault(string, code) == code for string, code in mine.items())
     assert sorted(merged.values()) == list(range(len(merged)))
+
+
+# -- what no file can hold -------------------------------------------------------------------------
+
+
+def test_a_row_of_2_to_the_31_bytes_is_refused_when_it_is_added() -> None:
+    large = torch.zeros(1, dtype=torch.float32).expand(1, 1, 1 << 29)  # takes no memory
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(SchemaError) as error:
+        buffer.add_trajectories([{"a": {"large": large}}])
+    assert str(error.value) == (
+        "column 'a.large': expected rows of at most 2,147,483,647 bytes, the limit of Arrow, got "
+        "2,147,483,648 of float32 rows of shape (536870912,). Divide it into several columns."
+    )
+    assert measure({"a": large[:, :, 1:]}).schema.row_bytes == (1 << 31) - 4
+    with pytest.raises(SchemaError, match="a row shape that can be counted"):
+        measure({"a": torch.zeros(1, 1, 0, 1 << 48)})  # no bytes, and no index would list it
+
+
+def test_more_dimensions_than_numpy_has_are_refused_when_they_are_added() -> None:
+    assert measure({"a": torch.zeros([1] * 64)}).schema.columns[0].row_shape == (1,) * 62
+    with pytest.raises(SchemaError, match=r"expected rows of at most 62 dimensions, .* got 63"):
+        measure({"a": torch.zeros([1] * 65)})
+
+
+def test_keys_that_nest_deeper_than_an_index_says_are_refused_when_they_are_added() -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        return {"k": nested(depth - 1) if depth > 1 else torch.zeros(1, 1)}
+
+    found = measure(nested(33)).schema
+    assert Schema.from_json(found.to_json()) == found
+    with pytest.raises(SchemaError, match="expected at most 33 keys in a path"):
+        measure(nested(34))
+
+
+def test_text_of_2_to_the_31_bytes_is_refused_when_it_is_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mmbuf.schema._MAX_TEXT_BYTES", 10)
+    measure({"a": [["0123456789"] * 3] * 2, "b": [["\u00e9" * 5] * 3] * 2})  # each string once
+    for steps in ([["0123456789", "x"]], [["\u00e9" * 6]]):
+        with pytest.raises(SchemaError) as error:
+            measure({"a": steps})
+        size = len("".join(steps[0]).encode())
+        assert str(error.value) == (
+            f"column 'a': expected at most 10 bytes of different strings in a trajectory, the "
+            f"limit of Arrow, got {size}. Add it in shorter ones."
+        )
