@@ -299,7 +299,8 @@ class TrajectoryReplayBuffer:
         A nested dict with the trajectories' own keys and dtypes, tensors ``[K, ...]`` that are the
         caller's to keep and change (text: list of K str). ``out``: an earlier batch of as many
         rows, refilled in place. ValueError for ``num_chunks`` < 1, EmptyBufferError when there is
-        nothing to draw from, SchemaError when ``out`` is not such a batch. Thread-safe.
+        nothing to draw from, SchemaError when ``out`` is not such a batch or its tensors overlap.
+        Thread-safe.
 
         ``sampler``: another way to draw, see `mmbuf.sampling`. ``with_info`` adds
         ``batch["info"]``, or the key that it names, int64: ``trajectory_id``, ``step`` and ``env``

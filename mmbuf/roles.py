@@ -320,12 +320,10 @@ def _keys_of(path: Path) -> Path:
     """``path`` in one form: ``("next", "obs")`` for next_obs, new_obs, obs_next and "next.obs"."""
     keys = tuple(key for part in path for key in part.split("."))
     first, rest = keys[0], keys[1:]
-    if first == "new_obs":
+    if first in ("new_obs", "obs_next"):
         return (NEXT, "obs", *rest)
     if first.startswith("next_") and first != "next_":
         return (NEXT, first.removeprefix("next_"), *rest)
-    if first.endswith("_next") and first != "_next":
-        return (NEXT, first.removesuffix("_next"), *rest)
     return keys
 
 

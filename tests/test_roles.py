@@ -6,6 +6,7 @@ same. Rewards and discounts are small binary fractions, whose sums and products 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -478,8 +479,45 @@ def test_what_is_under_next_and_has_neither_partner_nor_role_is_an_error() -> No
         _ = Roles(names("rewards", "next.waypoint")).next_states
 
 
-def test_a_column_called_next_is_an_ordinary_one() -> None:
-    assert Roles(names("next", "rewards")).next_states == {}
+@pytest.mark.parametrize("name", ["next", "what_is_next", "nextdoor", "context", "prev_obs"])
+def test_columns_that_are_only_called_alike_are_ordinary_ones(name: str) -> None:
+    roles = Roles(names(name, "what_is", "rewards"))
+    assert (roles.next_states, roles.told()) == ({}, {"reward": "rewards"})
+
+
+def test_the_flags_beside_next_are_of_the_state_before_even_where_only_they_are_there() -> None:
+    schema = names("done", "terminated", "truncated", "next.done", "next.reward", "reward")
+    roles = Roles(schema)
+    assert roles.ends == [("next", "done")]
+    assert (roles.termination, roles.truncation) == (None, None)
+    assert roles.reward == ("next", "reward")
+
+
+def test_roles_are_pickled_with_tables_and_samplers(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([{"r": torch.ones(4, 1), "over": torch.eye(4)[1][:, None]}])
+        sampler = pickle.loads(pickle.dumps(NStep(4, 1.0, roles={"reward": "r", "done": "over"})))
+        assert set(buffer.sample(30, sampler=sampler)["r"].tolist()) == {1, 2}
+    tables = Tables(tmp_path / "store", roles={"reward": "r", "done": "over"})
+    tables = pickle.loads(pickle.dumps(tables.part(0, 1)))
+    assert tables.episodes.to_arrow(["episode_return"])["episode_return"].to_pylist() == [2, 2]
+
+
+def test_tables_speak_of_two_readings_only_to_who_reads_one(tmp_path: Path) -> None:
+    zeros = torch.zeros(4, 1)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([{"rewards": zeros, "dones": zeros, "is_last": zeros}])
+    tables = Tables(tmp_path / "store")
+    assert tables.steps.to_arrow(["t", "rewards"]).num_rows == 4
+    for table, column in ((tables.steps, "episode"), (tables.episodes, "length")):
+        with pytest.raises(SchemaError, match="dones and is_last"):
+            table.to_arrow([column])
+
+
+def test_a_trajectory_counts_its_episodes_by_any_flag_that_is_known() -> None:
+    flags = torch.tensor([0, 1, 0, 0])[:, None]
+    trajectory = Trajectory(rewards=torch.ones(4, 1), extra={"terminals": flags})
+    assert "2 episodes" in repr(trajectory)
 
 
 def test_text_has_no_role_but_may_be_of_the_next_state() -> None:
@@ -550,6 +588,38 @@ def test_stored_discounts_are_multiplied_and_stop_the_sum() -> None:
         )
     )
     assert found == {0: (1 + 2 / 2, 0), 1: (2, 0), 2: (4, 1 / 2)}
+
+
+def test_a_stored_discount_of_bfloat16_is_multiplied_and_keeps_its_dtype() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories([with_discount(torch.bfloat16)])
+    batch = buffer.sample(60, sampler=NStep(3, 0.5))
+    assert batch["discount"].dtype == torch.bfloat16
+    products = dict(zip(batch["t"].tolist(), batch["discount"].tolist(), strict=True))
+    assert products == {0: 0, 1: 0, 2: 0.5}
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_what_is_behind_a_discount_of_0_counts_nothing_whatever_it_is(junk: float) -> None:
+    fields = with_discount()
+    fields["reward"][2] = junk
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories([fields])
+    batch = buffer.sample(60, sampler=NStep(3, 0.5))
+    found = dict(zip(batch["t"].tolist(), batch["reward"].tolist(), strict=True))
+    assert (found[0], found[1]) == (1 + 2 / 2, 2)
+    fields = {"rewards": torch.tensor([[1.0], [junk]]), "t": torch.arange(2)[:, None]}
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories([fields])
+    batch = buffer.sample(30, sampler=NStep(2, 0.0))
+    assert dict(zip(batch["t"].tolist(), batch["rewards"].tolist(), strict=True))[0] == 1
+
+
+def test_discounts_that_fit_neither_the_row_nor_its_rewards_are_refused() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories([{"rewards": torch.ones(3, 1, 3), "discount": torch.ones(3, 1, 2)}])
+    with pytest.raises(SchemaError, match=r"'discount': .* for each of 3 rewards, got 2\."):
+        buffer.sample(1, sampler=NStep(2, 0.5))
 
 
 def test_stored_discounts_stay_those_of_the_rows_where_the_product_has_another_name() -> None:

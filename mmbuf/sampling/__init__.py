@@ -16,6 +16,9 @@ as `Uniform` does::
 `Stratified`          exact quotas of rows for each kind of trajectory
 ====================  ===========================================================================
 
+Which columns are reward, flags of ends and next states is learned from their names, or said by
+``roles=``: see `mmbuf.roles`.
+
 A sampler belongs to the buffer or reader that it drew from first. All draw by the generator of
 that one, so its state is the sampler's as well; what they remember beyond it (an epoch, priorities)
 is in their own ``state_dict``. Any number of threads may draw.

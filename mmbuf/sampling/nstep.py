@@ -126,6 +126,8 @@ class NStep(Follower):
         else:
             own = numbers_of(stored, found[1]).reshape(*is_summed.shape, -1)
             factors, discounts = self._with_stored(own, is_summed, steps)
+        if not factors.all():  # what counts nothing may be anything: NaN, infinite
+            rewards = np.where(factors, rewards, 0)
         # In float64: float32 rewards of many steps would lose digits to the order of the sum.
         sums = (rewards * factors).sum(0).reshape(len(rows), *reward.row_shape)
         draw.replaced[reward.path] = storage_of(reward, sums)
@@ -179,8 +181,7 @@ class NStep(Follower):
         num_rows = len(discounts)
         if stored is not None and stored.path == (self.discount,):
             target = found[stored.path]
-            spread = np.broadcast_to(discounts, (num_rows, _width_of(stored)))
-            target[...] = storage_of(stored, spread.reshape(target.shape))
+            target[...] = storage_of(stored, discounts.reshape(target.shape))
             return {}
         if discounts.size == num_rows:
             shape: tuple[int, ...] = (1,) * len(reward.row_shape)
