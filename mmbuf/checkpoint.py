@@ -287,6 +287,8 @@ def read(directory: str) -> Contents:
 
 def missing(directory: str) -> FileNotFoundError:
     """The error that says that there is no store."""
+    if not files.is_directory(directory):
+        return files.no_store(directory)
     return FileNotFoundError(
         f"{directory}: expected a store or a checkpoint, got neither {index.JOURNAL} "
         f"nor {index.INDEX}."

@@ -62,7 +62,7 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Remark]:
     if path is not None:
         directory = location("path", path)
         if not files.is_directory(directory):
-            raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
+            raise files.no_store(directory)
         remarks += [_free_disk(directory), _file_system(directory)]
         try:
             needs = _needs_of(directory)

@@ -133,6 +133,12 @@ def is_directory(path: str) -> bool:
         return False
 
 
+def no_store(path: str) -> FileNotFoundError:
+    """The error that says that ``path`` is no directory, and what it is."""
+    got = "a file. Give the directory of its store" if exists(path) else "none"
+    return FileNotFoundError(f"{path}: expected a store directory, got {got}.")
+
+
 def is_file(path: str) -> bool:
     """Whether there is such a file of its own, no link to one. OSError as in `exists`."""
     return exists(path) and stat.S_ISREG(os.lstat(path).st_mode)

@@ -503,7 +503,7 @@ def _in_order(known: list[Entry], others: list[Entry]) -> list[Entry]:
 def _checked_directory(path: Directory) -> str:
     directory = location("path", path)
     if not files.is_directory(directory):
-        raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
+        raise files.no_store(directory)
     return directory
 
 

@@ -201,7 +201,7 @@ class Stores:
 
     def _enter(self, directory: str, news: News, *, is_named: bool) -> None:
         if is_named and not files.is_directory(directory):
-            raise FileNotFoundError(f"{directory}: expected a store directory, got none.")
+            raise files.no_store(directory)
         is_live = _is_live(directory)
         contents = None if is_live else checkpoint.read_rlinf(directory, self._damage)
         if contents is not None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from types import ModuleType
@@ -46,8 +47,8 @@ def _public_members() -> Iterator[tuple[str, object]]:
 def test_public_names_are_those_of_all() -> None:
     public = {
         name
-        for name, value in vars(mmbuf).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
+        for name in dir(mmbuf)
+        if not name.startswith("_") and not isinstance(getattr(mmbuf, name), ModuleType)
     }
     assert public == set(mmbuf.__all__)
 
@@ -69,6 +70,27 @@ def test_importing_prints_nothing_and_imports_nothing_optional() -> None:
     imported = {name.split(".")[0] for name in json.loads(ran.stderr)}
     assert "mmbuf" in imported
     assert imported & set(OPTIONAL) == set()
+
+
+def test_the_package_itself_imports_none_of_what_it_exports() -> None:
+    ran = run_python(
+        "import sys, mmbuf; assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules)\n"
+        "assert mmbuf.sampling.NStep is __import__('mmbuf.sampling', fromlist=['x']).NStep\n"
+        "from mmbuf import *\nassert Trajectory is mmbuf.Trajectory\n"
+        "assert mmbuf.errors.SchemaError is SchemaError\n"
+        "import pickle; assert pickle.loads(pickle.dumps(SchemaError)) is SchemaError"
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_each_export_is_the_one_of_its_module() -> None:
+    for name in mmbuf.__all__:
+        exported = getattr(mmbuf, name)
+        assert exported is getattr(sys.modules[exported.__module__], name)
+        assert name in dir(mmbuf)
+    with pytest.raises(AttributeError, match="module 'mmbuf' has no attribute 'Trajectori'"):
+        _ = mmbuf.Trajectori
+    assert not hasattr(mmbuf, "_private")
 
 
 def test_what_is_public_has_a_docstring_of_its_own() -> None:

@@ -118,6 +118,7 @@ RANKS = {
     "cli.exchange": 14,
     "cli.demo": 14,
     "cli": 15,
+    "__main__": 16,
 }
 
 CORE = {"numpy", "pyarrow", "torch"}
@@ -159,7 +160,7 @@ def _name_of(path: Path) -> str:
 
 
 TREES = {_name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-LIBRARY = sorted(name for name in TREES if not name.startswith("cli"))
+LIBRARY = sorted(name for name in TREES if not name.startswith(("cli", "__main__")))
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

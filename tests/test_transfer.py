@@ -871,16 +871,15 @@ def test_wrong_usage_ends_with_two(arguments: tuple[str, ...], tmp_path: Path) -
     [
         (
             ("convert", "{a}", "{t}", "--format", "zip"),
-            "trajectory_format: expected one of ['arrow', 'npy', 'pt', 'pkl'], got 'zip'.",
+            "--format: expected one of ['arrow', 'npy', 'pt', 'pkl'], got 'zip'.",
         ),
         (
             ("merge", "{a}", "{t}", "--order", "sorted"),
-            "order: expected one of ['interleaved', 'appended', 'added'], got 'sorted'.",
+            "--order: expected one of ['interleaved', 'appended', 'added'], got 'sorted'.",
         ),
         (
             ("merge", "{a}", "{t}/none", "{t}"),
-            "{t}/none: expected a store or a checkpoint, got neither journal.jsonl nor "
-            "trajectory_index.json.",
+            "{t}/none: expected a store directory, got none.",
         ),
         (
             ("split", "{a}", "{a}/inner", "--first", "1"),
@@ -892,7 +891,7 @@ def test_wrong_usage_ends_with_two(arguments: tuple[str, ...], tmp_path: Path) -
         ),
         (
             ("split", "{a}", "{t}", "--first", "4"),
-            "first: expected at most 3, the trajectories of {a}, got 4.",
+            "--first: expected at most 3, the trajectories of {a}, got 4.",
         ),
         (
             ("merge", "{a}", "{b}", "{t}"),
@@ -900,12 +899,14 @@ def test_wrong_usage_ends_with_two(arguments: tuple[str, ...], tmp_path: Path) -
         ),
         (
             ("convert", "{bad}", "{t}", "--format", "npy"),
-            "{bad}/trajectory_0_.arrow: expected {size} bytes, got 10.",
+            "{bad}/trajectory_0_.arrow: expected {size} bytes, got 10. All that is wrong: "
+            "mmbuf verify {bad}. To set it aside: mmbuf repair {bad}",
         ),
         (
             ("convert", "{worse}", "{t}", "--format", "npy"),
             "{worse}/trajectory_index.json: expected JSON: Expecting value: line 1 column 1 "
-            "(char 0).",
+            "(char 0). All that is wrong: mmbuf verify {worse}. To set it aside: mmbuf repair "
+            "{worse}",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -127,9 +127,14 @@ class Tables:
         names = [(item[1].trajectory_id, item[1].uuid) for item in self._items]
         found = [i for i, ids in zip(self._items, names, strict=True) if trajectory_id in ids]
         if len(found) != 1:
+            ids = [item[1].trajectory_id for item in self._items]
+            known = f"ids from {min(ids)} to {max(ids)}" if ids else "none"
+            remedy = "All are listed by: mmbuf ls"
+            if found:
+                known, remedy = f"{len(found)} of this id", f"Give the uuid. {remedy} --json"
             raise KeyError(
                 f"trajectory {trajectory_id}: expected the id or uuid of one trajectory, "
-                f"got one of {len(found)}."
+                f"got another; there are {known}. {remedy}"
             )
         return self._of(found)
 

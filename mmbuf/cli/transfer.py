@@ -28,6 +28,14 @@ OptionalFormat = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")]
 
+# What the arguments of `transfer` are called here.
+_OPTIONS = {
+    "trajectory_format": "--format",
+    "order": "--order",
+    "first": "--first",
+    "num_shards": "--shards",
+}
+
 
 def merge(
     sources: Annotated[list[Path], typer.Argument(help=SOURCE)],
@@ -103,7 +111,8 @@ def _shown(what: str) -> Iterator[transfer.OnProgress]:
         except MmbufError:
             raise
         except ValueError as error:
-            raise MmbufError(str(error)) from error
+            name, colon, what = str(error).partition(":")
+            raise MmbufError(f"{_OPTIONS.get(name, name)}{colon}{what}") from error
 
 
 def _tell(result: transfer.Transferred, target: Path, as_json: bool) -> None:
