@@ -16,7 +16,7 @@ import torch
 
 from mmbuf import vm
 from mmbuf.errors import MmbufError, SchemaError
-from mmbuf.schema import Array, Column, Schema
+from mmbuf.schema import Array, Column, Schema, paths_of
 
 _BYTES_BESIDE = 16  # of a row: its number, and what is computed to find it
 _LARGE = 1 << 30  # a batch; smaller ones are not worth a look at the memory
@@ -182,6 +182,15 @@ def _check_apart(schema: Schema, places: list[int], shape: tuple[int, ...]) -> N
         if place + size > stop:
             stop, before = place + size, name
     schema.apart = (shape, places)
+
+
+def check_lacks(out: Mapping[str, Any], schema: Schema, union: Schema) -> None:
+    """SchemaError where ``out`` has a column of ``union`` that no batch of ``schema`` refills."""
+    if stale := (paths_of(out) & union.paths) - schema.paths:
+        raise SchemaError(
+            f"column {'.'.join(min(stale))!r} of out: expected none, since not every trajectory of "
+            f"the window has it, got one. Sample without out once."
+        )
 
 
 def put_text(schema: Schema, out: Mapping[str, Any], batch: Mapping[str, Any]) -> None:

@@ -28,8 +28,16 @@ import torch
 from mmbuf import arguments, checkpoint, files, shield, snapshot, storage, vm
 from mmbuf.budget import DiskBudget
 from mmbuf.cache import TrajectoryCache
+from mmbuf.columns import REMEDY, SAME, check_alike, differs, is_common, own
 from mmbuf.entry import Entry
-from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, MmbufError, WriteError
+from mmbuf.errors import (
+    ClosedError,
+    CorruptError,
+    EmptyBufferError,
+    MmbufError,
+    SchemaError,
+    WriteError,
+)
 from mmbuf.index import Contents, TrajectoryIndex, check_can_count, check_is_no_checkpoint, is_store
 from mmbuf.locations import location
 from mmbuf.notebook import Shown
@@ -68,6 +76,10 @@ class TrajectoryReplayBuffer:
         there is a store.
     trajectory_format
         Of the files.
+    columns
+        "same": all trajectories have the columns of the first one. "common": one may lack some of
+        them, or bring others, and a batch has those that every trajectory of the window has; see
+        `mmbuf.columns`.
     max_pending_bytes
         Bounds the rows that are in memory and not yet in a file: past it `add_trajectories` waits.
     max_disk_bytes
@@ -92,6 +104,7 @@ class TrajectoryReplayBuffer:
         *,
         max_pending_bytes: int = MAX_PENDING_BYTES,
         max_disk_bytes: int | None = None,
+        columns: str = SAME,
     ) -> None:
         names_before = set(vars(self))
         seed = arguments.seed(seed)
@@ -100,6 +113,7 @@ class TrajectoryReplayBuffer:
         sample_window_size = arguments.whole("sample_window_size", sample_window_size)
         max_pending_bytes = arguments.whole("max_pending_bytes", max_pending_bytes)
         max_disk_bytes = arguments.whole_or_none("max_disk_bytes", max_disk_bytes)
+        self._is_common = is_common(columns)
         if auto_save:
             auto_save_path = location("auto_save_path", auto_save_path)
         else:
@@ -112,6 +126,7 @@ class TrajectoryReplayBuffer:
             "trajectory_format": trajectory_format,
             "max_pending_bytes": max_pending_bytes,
             "max_disk_bytes": max_disk_bytes,
+            "columns": columns,
         }
         self.seed = seed
         self.enable_cache = enable_cache
@@ -160,6 +175,7 @@ class TrajectoryReplayBuffer:
                 index = TrajectoryIndex(directory, storage.verify, storage.size_of, self._lock)
                 contents = index.contents
                 try:
+                    self._check_columns(directory, contents)
                     items = _items(contents, directory)
                     self._window.load(self._window.cache_for(contents.schema, items), items)
                     self._count_disk_bytes(directory, contents)
@@ -209,19 +225,45 @@ class TrajectoryReplayBuffer:
             fields, max_episode_length, model_weights_id = fields_of(item)
             is_added = False
             while not is_added:
-                payload = measure(fields, self._window.schema).on_host()
-                is_added = shield.run(self._add, payload, max_episode_length, model_weights_id)
+                known = self._window.union
+                payload = self._measured(fields, known).on_host()
+                is_added = shield.run(
+                    self._add, payload, known, max_episode_length, model_weights_id
+                )
 
-    def _add(self, payload: Payload, max_episode_length: int, model_weights_id: str) -> bool:
-        """False where it is to be measured again: the schema is another thread's by now."""
+    def _measured(self, fields: Mapping[str, Any], known: Schema | None) -> Payload:
+        """The leaves, which fit to those of the list, whose union is ``known``."""
+        if known is None:
+            return measure(fields)
+        if self._is_common:
+            return measure(fields, own(fields, known, self._window.own_schemas))
+        try:
+            return measure(fields, known)
+        except SchemaError as error:
+            if not differs(fields, known):
+                raise
+            raise SchemaError(f"{error} {REMEDY}") from None
+
+    def _check_columns(self, directory: str, contents: Contents) -> None:
+        if not self._is_common:
+            check_alike(directory, contents.own_schemas)
+
+    def _add(
+        self,
+        payload: Payload,
+        known: Schema | None,
+        max_episode_length: int,
+        model_weights_id: str,
+    ) -> bool:
+        """False where it is to be measured again: there are others of another thread's by now."""
         with self._add_lock:
             self._check_can_write("add_trajectories")
             writer = self._writer
             if writer is not None:
                 writer.raise_failure()
             check_can_count(self._next_id + self._id_step)
-            schema = self._window.schema
-            if schema is not None and payload.schema is not schema:
+            now = self._window.union
+            if now is not None and now is not known:
                 return False
             entry = Entry(
                 uuid.uuid4().hex,
@@ -230,6 +272,7 @@ class TrajectoryReplayBuffer:
                 max_episode_length,
                 model_weights_id,
                 time.time(),
+                schema=payload.schema,
             )
             size_bytes = payload.size_bytes
             if writer is not None:
@@ -385,7 +428,7 @@ class TrajectoryReplayBuffer:
 
     @property
     def schema(self) -> Schema | None:
-        """The columns of the trajectories; None while there are none."""
+        """The columns of a batch: those of the trajectories; None while there are none."""
         return self._window.schema
 
     @property
@@ -530,7 +573,7 @@ class TrajectoryReplayBuffer:
                 stack.enter_context(self._budget.held())
                 entries, put = stack.enter_context(self._window.held())
                 contents = Contents()
-                contents.schema = self._window.schema if entries else None
+                contents.schema = self._window.union if entries else None
                 for entry in entries:
                     contents.add(entry)
                 contents.count_from(self._next_id, self._id_step)
@@ -592,6 +635,7 @@ class TrajectoryReplayBuffer:
 
     def _load(self, path: str, rank: int, world_size: int) -> None:
         contents = checkpoint.read_whole(path)
+        self._check_columns(path, contents)
         generator = checkpoint.generator_of(path, contents, self.seed)
         if world_size > 1:
             contents = checkpoint.shard(contents, rank, world_size)
@@ -700,7 +744,7 @@ class TrajectoryReplayBuffer:
                 }
             return {
                 "options": self._options,
-                "schema": window.schema,
+                "schema": window.union,
                 "entries": [
                     dataclasses.replace(entry, format="", file="", size_bytes=0, parts=())
                     for entry in window.entries.values()
@@ -712,7 +756,7 @@ class TrajectoryReplayBuffer:
 
     def _leaves_of(self, trajectory_id: int) -> list[Any]:
         """A trajectory's columns, in storage dtype: torch pickles not all of its own."""
-        schema = self._window.schema
+        schema = self._window.entries[trajectory_id].schema or self._window.union
         assert schema is not None
         columns = self._window.get_trajectory(trajectory_id).to_columns()
         return [
@@ -722,18 +766,18 @@ class TrajectoryReplayBuffer:
 
     def _set_state(self, state: Mapping[str, Any]) -> None:
         with self._add_lock:
-            rows, schema = state["rows"], state["schema"]
-            window = self._window
+            rows, window = state["rows"], self._window
             window.list_gone(entry for entry in state["entries"] if entry.trajectory_id not in rows)
             for entry in state["entries"]:
                 if entry.trajectory_id in rows:
+                    schema = entry.schema or state["schema"]
                     leaves = [
                         leaf if column.is_text else column.tensor(leaf)
                         for column, leaf in zip(
                             schema.columns, rows[entry.trajectory_id], strict=True
                         )
                     ]
-                    payload = measure(schema.nest(leaves), schema)
+                    payload = measure(schema.nest(leaves), schema, is_stored=True)
                     window.add(self._put(window.begin(schema), entry, payload))
             window.load_state_dict(state["stream"])
             self._next_id, self._id_step = state["ids"]

@@ -35,9 +35,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mmbuf import shield, vm
+from mmbuf.columns import common
 from mmbuf.entry import Entry
-from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
-from mmbuf.places import RESERVED_BYTES, Place, Places, Slot
+from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, SchemaError
+from mmbuf.places import RESERVED_BYTES, Layout, Place, Places, Slot
 from mmbuf.pool import MIN_BYTES, BatchPool
 from mmbuf.sampling.draw import Delivery, Draw, StaleSightError
 from mmbuf.schema import Array, Column, Path, Payload, Schema
@@ -94,7 +95,8 @@ class Sight:
 
     @property
     def schema(self) -> Schema:
-        return self._cache.schema
+        schema: Schema = self.view.shown.schema
+        return schema
 
     def read(self, paths: Sequence[Path], rows: Array) -> list[Leaf]:
         return self._cache.read(self.view, paths, rows)
@@ -104,11 +106,12 @@ class Sight:
 
 
 class TrajectoryCache:
-    """The rows of a window of trajectories of one ``schema``.
+    """The rows of a window of trajectories of one list; ``schema`` is the union of their columns.
 
-    The window is the newest ``window_size`` of all put (0: all); the newest ``cache_size`` of
-    these (None: all) have a place in memory. ``can_map=False`` never maps a file. One thread may
-    put, one call `written`, and any number gather, all at the same time.
+    The window is the newest ``window_size`` of all put (0: all), and a gather is of the columns
+    that all of these have; the newest ``cache_size`` of them (None: all) have a place in memory.
+    ``can_map=False`` never maps a file. One thread may put, one call `written`, and any number
+    gather, all at the same time.
     """
 
     def __init__(
@@ -120,23 +123,19 @@ class TrajectoryCache:
         can_map: bool = True,
         reserved_bytes: int = RESERVED_BYTES,
     ) -> None:
-        self.schema = schema
         self.identity = object()  # of its slot numbers
-        self._positions = {column.path: i for i, column in enumerate(schema.columns)}
         self._window_size = window_size
         self._cache_size = cache_size
         self._can_map = can_map
         self._places = Places(schema, can_map=can_map, reserved_bytes=reserved_bytes)
-        self._takes = [
-            (home[0], home[2].take) if home else (0, _no_bytes(column).take)
-            for home, column in zip(self._places.homes, schema.columns, strict=True)
-        ]
-        self._widest = max(column.row_bytes for column in schema.columns)
         self._pool = BatchPool()
         left = vm.memory_left()
         self._spared_bytes = None if left is None else left // 2
         self._table = SlotTable(len(self._places.lanes))
-        self._view = View(self._table, is_filled=True)
+        self._shown = self._places.first
+        self._num_of: dict[Layout, int] = {}  # how many slots of the window have which columns
+        self._shown_of: set[Layout] = set()  # whose common columns they are
+        self._view = View(self._table, is_filled=True, shown=self._shown)
         self._is_closed = False
         self._slots: dict[int, Slot] = {}
         self._resident: deque[Slot] = deque()  # those with a place, oldest first
@@ -146,6 +145,27 @@ class TrajectoryCache:
         self._lock = threading.Lock()  # guards all of the above but what gathers read
         self._fill_lock = threading.Lock()  # one fill at a time; taken before _lock
         self._vm_lock = threading.Lock()  # a place is not given back while it is rewired; first
+
+    @property
+    def schema(self) -> Schema:
+        return self._places.schema
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """Those that trajectories have, or had."""
+        return self._places.schemas
+
+    @property
+    def shown_schema(self) -> Schema:
+        """The columns that every trajectory of the window has: those of a gather."""
+        schema: Schema = self._view.shown.schema
+        return schema
+
+    def admit(self, schema: Schema) -> None:
+        """Make room for columns that are new. SchemaError where they do not fit, MemoryError."""
+        with self._lock:
+            self._check_open()
+            self._layout_of(schema)
 
     # -- adding ------------------------------------------------------------------------------
 
@@ -159,12 +179,13 @@ class TrajectoryCache:
         try:
             with self._lock:
                 self._check_open()
-                place = self._places.find(payload.rows)
+                layout = self._layout_of(payload.schema)
+                place = self._places.find(layout, payload.rows)
                 if place is None:
                     if not self._resident and not self._retired:
                         raise _too_large(payload.size_bytes)
                     return None
-            self._places.copy_in(place, payload)
+            self._places.copy_in(layout, place, payload)
         except BaseException as error:
             if place is not None:
                 with self._lock:
@@ -175,7 +196,7 @@ class TrajectoryCache:
                         return None  # these can be read from their files instead
                 raise MemoryError(f"a trajectory of {payload.size_bytes} bytes: {error}") from error
             raise
-        slot = Slot(entry, "", payload.rows, is_written, True, place)
+        slot = Slot(entry, "", layout, payload.rows, is_written, True, place)
         with self._lock:
             self._append(slot)
             self._publish(self._leave())
@@ -188,18 +209,24 @@ class TrajectoryCache:
             entries = entries[-self._window_size :]
         cached = len(entries) if self._cache_size is None else self._cache_size
         num_cold = max(0, len(entries) - cached)
-        layouts: dict[int, tuple[int, ...]] = {}  # equal parts of a journal are one object
+        # Equal parts of a journal are one object, and so are equal schemas.
+        known: dict[int, tuple[int, ...]] = {}
+        layouts = {id(None): self._places.first}
         slots = []
-        for entry, path in entries:
-            rows = layouts.get(id(entry.parts))
-            if rows is None:
-                rows = layouts[id(entry.parts)] = tuple(part.rows for part in entry.parts)
-            slots.append(Slot(entry, path, rows, True, False, None))
         with self._lock:
             self._check_open()
+            for entry, path in entries:
+                rows = known.get(id(entry.parts))
+                if rows is None:
+                    rows = known[id(entry.parts)] = tuple(part.rows for part in entry.parts)
+                layout = layouts.get(id(entry.schema))
+                if layout is None:
+                    assert entry.schema is not None
+                    layout = layouts[id(entry.schema)] = self._layout_of(entry.schema)
+                slots.append(Slot(entry, path, layout, rows, True, False, None))
             if len(slots) < _MANY or not self._append_all(slots, num_cold):
                 for i, slot in enumerate(slots):
-                    slot.place = self._find_place(slot.rows) if i >= num_cold else None
+                    slot.place = self._find_place(slot) if i >= num_cold else None
                     self._append(slot)
             self._publish(self._leave())
         self.reclaim()
@@ -238,8 +265,8 @@ class TrajectoryCache:
         rows: list[Array] = []
         texts: dict[int, list[str]] = {}
         for position, num_rows in enumerate(slot.rows):
-            column_rows = self._places.rows_of(place, position, num_rows)
-            text = self._places.texts.get(position)
+            column_rows = self._places.rows_of(slot.layout, place, position, num_rows)
+            text = slot.layout.texts.get(position)
             if text is not None:
                 codes, local = np.unique(column_rows, return_inverse=True)
                 texts[position] = text.decode(codes)
@@ -270,38 +297,48 @@ class TrajectoryCache:
     # -- gathering ---------------------------------------------------------------------------
 
     def gather(
-        self, draw: Callable[[int, int], Array], out: Sequence[Leaf] | None = None
-    ) -> list[Leaf]:
-        """Copies of the rows that ``draw(low, high)`` gives, for each column of the schema.
+        self,
+        draw: Callable[[int, int], Array],
+        targets: Callable[[Schema], Sequence[Leaf]] | None = None,
+    ) -> tuple[Schema, list[Leaf]]:
+        """Copies of the rows that ``draw(low, high)`` gives, of the columns of the window.
 
         ``low`` and ``high`` bound the row numbers of the window; ``draw`` returns int64 ``[K]``.
-        Arrays ``[K, *S]`` in storage dtype, or list of K str. ``out``: such, to be refilled.
-        EmptyBufferError when there is no row.
+        With their schema arrays ``[K, *S]`` in storage dtype, or list of K str. ``targets`` gives
+        such, to be refilled. EmptyBufferError when there is no row, SchemaError when there is no
+        column.
         """
-        return self._look(lambda view: self._gather(view, draw(view.low, view.high), out))
+
+        def look(view: View) -> tuple[Schema, list[Leaf]]:
+            schema: Schema = view.shown.schema
+            out = None if targets is None else targets(schema)
+            return schema, self._gather(view, draw(view.low, view.high), out)
+
+        return self._look(look)
 
     def sample(
         self,
         draw: Callable[[Sight], Draw],
-        targets: Callable[[Draw], Sequence[Leaf] | None],
+        targets: Callable[[Schema, Draw], Sequence[Leaf] | None],
         delivery: Delivery,
         *,
         has_info: bool,
-    ) -> tuple[list[Leaf], Draw, Origins | None]:
+    ) -> tuple[Schema, list[Leaf], Draw, Origins | None]:
         """What a sampler draws: `gather` of its rows, the `Draw` itself and the rows' origins.
 
-        ``targets(draw)`` are the arrays to be refilled, or None. The origins, with ``has_info``
+        ``targets`` gives the arrays to be refilled, or None. The origins, with ``has_info``
         only, are what `origins_of` says of them. ``delivery`` is told what is drawn in vain.
         """
 
-        def look(view: View) -> tuple[list[Leaf], Draw, Origins | None]:
+        def look(view: View) -> tuple[Schema, list[Leaf], Draw, Origins | None]:
             try:
+                schema: Schema = view.shown.schema
                 drawn = draw(Sight(self, view, delivery))
-                leaves = self._gather_draw(view, drawn, targets(drawn))
+                leaves = self._gather_draw(view, drawn, targets(schema, drawn))
                 if drawn.derive is not None:
-                    columns = zip(self._positions, leaves, strict=True)
+                    columns = zip(view.shown.positions, leaves, strict=True)
                     drawn.added |= drawn.derive(dict(columns))
-                return leaves, drawn, origins_of(view, drawn.rows) if has_info else None
+                return schema, leaves, drawn, origins_of(view, drawn.rows) if has_info else None
             except BaseException:
                 delivery.attempt += 1
                 raise
@@ -316,6 +353,11 @@ class TrajectoryCache:
                 view = self._pinned(pin)
                 if view.low == view.high:
                     raise EmptyBufferError("sample: expected rows to draw from, got none.")
+                if not view.shown.takes:
+                    raise SchemaError(
+                        "sample: expected a column that every trajectory of the window has, "
+                        "got none."
+                    )
                 return look(view)
             except StaleSightError:
                 continue  # by now there is a newer one
@@ -333,8 +375,8 @@ class TrajectoryCache:
                 return None
             leaves: list[Leaf] = []
             for position, num_rows in enumerate(slot.rows):
-                rows = self._places.rows_of(place, position, num_rows)
-                text = self._places.texts.get(position)
+                rows = self._places.rows_of(slot.layout, place, position, num_rows)
+                text = slot.layout.texts.get(position)
                 leaves.append(np.array(rows) if text is None else text.decode(rows))
             return leaves
         finally:
@@ -394,6 +436,7 @@ class TrajectoryCache:
             for slot in gone:
                 leaving.append(_Retired([], slot.place, slot.number))
                 self._num_unfilled -= not slot.is_filled
+                self._count(slot, -1)
                 slot.place, slot.is_filled = None, False
             first, stop = table.first_number + table.first, table.first_number + table.stop
             while first < stop and self._slots[first] in gone:  # nearly always the oldest
@@ -473,6 +516,7 @@ class TrajectoryCache:
             num_samples, starts, is_filled=slot.is_filled, facts=_facts(slot.entry)
         )
         self._slots[slot.number] = slot
+        self._count(slot, 1)
         if slot.place is not None:
             self._resident.append(slot)
         if not slot.is_filled:
@@ -481,7 +525,7 @@ class TrajectoryCache:
     def _append_all(self, slots: list[Slot], num_cold: int) -> bool:
         """Append unfilled slots at once, the first ``num_cold`` without places; False if not."""
         placed = slots[num_cold:]
-        places = self._find_places([slot.rows for slot in placed]) if placed else []
+        places = self._find_places(placed) if placed else []
         if places is None:
             return False
         for slot, place in zip(placed, places, strict=True):
@@ -495,6 +539,7 @@ class TrajectoryCache:
                 for slot in slots[part]:
                     slot.number = number
                     self._slots[number] = slot
+                    self._count(slot, 1)
                     number += 1
         self._resident.extend(placed)
         self._num_unfilled += len(slots)
@@ -507,6 +552,7 @@ class TrajectoryCache:
         while self._window_size and table.stop - table.first > self._window_size:
             slot = self._slots[table.first_number + table.first]
             table.drop_oldest()
+            self._count(slot, -1)
             if not slot.is_filled:
                 self._num_unfilled -= 1
             if slot.place is None:
@@ -532,6 +578,7 @@ class TrajectoryCache:
 
     def _forget_all(self) -> None:
         self._table.drop_all()
+        self._num_of.clear()
         self._resident.clear()
         self._num_unfilled = 0
         leaving = []
@@ -549,11 +596,28 @@ class TrajectoryCache:
 
     def _publish(self, leaving: list[_Retired]) -> None:
         """Show gathers the window as it is now; what left is given back once they let it go."""
-        old, self._view = self._view, View(self._table, self._num_unfilled == 0)
+        if self._num_of and self._num_of.keys() != self._shown_of:
+            self._shown_of = set(self._num_of)
+            schemas = [layout.schema for layout in self._num_of]
+            self._shown = self._layout_of(common(self._places.schema, schemas))
+        view = View(self._table, self._num_unfilled == 0, self._shown)
+        old, self._view = self._view, view
         self._busy = [view for view in (*self._busy, old) if view.pins]
         for retired in leaving:
             retired.blockers = self._busy
             self._retired.append(retired)
+
+    def _count(self, slot: Slot, change: int) -> None:
+        """A slot has come into the window, or left it."""
+        self._num_of[slot.layout] = number = self._num_of.get(slot.layout, 0) + change
+        if not number:
+            del self._num_of[slot.layout]
+
+    def _layout_of(self, schema: Schema) -> Layout:
+        layout = self._places.layout_of(schema)
+        if num_new := len(self._places.lanes) - len(self._table.offsets):
+            self._table.add_lanes(num_new)
+        return layout
 
     def _place_anew(self, slots: list[Slot]) -> None:
         """Give written slots places that are still to be filled, in exchange for theirs."""
@@ -562,25 +626,27 @@ class TrajectoryCache:
         for slot in slots:
             leaving.append(self._take_place(slot))
             slot.is_checked = False
-            slot.place = self._find_place(slot.rows)
+            slot.place = self._find_place(slot)
             if slot.place is not None:
                 self._table.place(slot.number, self._places.starts(slot.place))
         self._resident = deque(slot for slot in self._resident if slot.place is not None)
         self._publish(leaving)
 
-    def _find_place(self, rows: tuple[int, ...]) -> Place | None:
+    def _find_place(self, slot: Slot) -> Place | None:
         """A place for what can be read from a file if there is none."""
+        if self._is_short_of_memory():
+            return None
         try:
-            return None if self._is_short_of_memory() else self._places.find(rows)
+            return self._places.find(slot.layout, slot.rows)
         except OSError:
             return None
 
-    def _find_places(self, rows: list[tuple[int, ...]]) -> list[Place] | None:
+    def _find_places(self, slots: list[Slot]) -> list[Place] | None:
         """`_find_place` for many at once; None where each has to be asked for."""
         if self._spared_bytes is not None:  # any of them may be the one that spends it
             return None
         try:
-            return self._places.find_all(rows)
+            return self._places.find_all(slots)
         except OSError:
             return None
 
@@ -612,28 +678,29 @@ class TrajectoryCache:
     # -- gathers ---------------------------------------------------------------------------------
 
     def _gather(self, view: View, rows: Array, out: Sequence[Leaf] | None) -> list[Leaf]:
+        shown: Layout = view.shown
         slots = view.slots_of(rows) if view.needs_slots else None
         if slots is not None and not view.is_filled and not self._fill_drawn(view, slots):
-            leaves = self._targets(len(rows), out)
+            leaves = self._targets(shown, len(rows), out)
             self._gather_mixed(view, rows, slots, leaves)
-            return self._with_text(leaves, out)
+            return _with_text(shown, leaves, out)
         lane_rows = view.lane_rows(rows, slots) or [rows]  # no lane where no column has bytes
-        if out is None and len(rows) * self._widest < MIN_BYTES:
+        if out is None and len(rows) * shown.widest < MIN_BYTES:
             # The small batch: nothing but one take a column, since each step counts here.
-            leaves = [take(lane_rows[lane], 0, None, "clip") for lane, take in self._takes]
+            leaves = [take(lane_rows[lane], 0, None, "clip") for lane, take in shown.takes]
         else:
-            leaves = self._targets(len(rows), out)
-            for (lane, take), leaf in zip(self._takes, leaves, strict=True):
+            leaves = self._targets(shown, len(rows), out)
+            for (lane, take), leaf in zip(shown.takes, leaves, strict=True):
                 take(lane_rows[lane], 0, leaf, "clip")
-        return self._with_text(leaves, out) if self._places.texts else leaves
+        return _with_text(shown, leaves, out) if shown.texts else leaves
 
-    def _targets(self, count: int, out: Sequence[Leaf] | None) -> list[Leaf]:
+    def _targets(self, shown: Layout, count: int, out: Sequence[Leaf] | None) -> list[Leaf]:
         """The arrays to gather into: those of ``out``, else new ones."""
-        if out is not None and not self._places.texts:
+        if out is not None and not shown.texts:
             return list(out)
         return [
             self._empty(column, count) if out is None or column.is_text else out[position]
-            for position, column in enumerate(self.schema.columns)
+            for position, column in enumerate(shown.schema.columns)
         ]
 
     def _empty(self, column: Column, count: int) -> Array:
@@ -641,16 +708,6 @@ class TrajectoryCache:
         if count * column.row_bytes >= MIN_BYTES:
             return self._pool.empty(shape, column.storage)
         return np.empty(shape, column.storage)
-
-    def _with_text(self, leaves: list[Leaf], out: Sequence[Leaf] | None) -> list[Leaf]:
-        for position, text in self._places.texts.items():
-            strings = text.decode(leaves[position])
-            if out is not None:
-                target = out[position]
-                target[:] = strings
-                strings = target
-            leaves[position] = strings
-        return leaves
 
     def _fill_drawn(self, view: View, slots: Array) -> bool:
         """Fill the slots that were drawn; whether all of them have their pages in this view."""
@@ -678,10 +735,10 @@ class TrajectoryCache:
         if not draw.moved and not draw.replaced:
             return self._gather(view, draw.rows, out)
         moved, moved_rows = draw.moved or (frozenset(), draw.rows)
-        leaves = self._targets(len(draw.rows), out)
+        leaves = self._targets(view.shown, len(draw.rows), out)
         kept: list[Leaf] = [None] * len(leaves)
         others = kept.copy()
-        for path, position in self._positions.items():
+        for path, position in view.shown.positions.items():
             if path in draw.replaced:
                 if out is None:
                     leaves[position] = draw.replaced[path]
@@ -691,19 +748,21 @@ class TrajectoryCache:
                 (others if path in moved else kept)[position] = leaves[position]
         self._gather_some(view, draw.rows, kept)
         self._gather_some(view, moved_rows, others)
-        return self._with_text(leaves, out)
+        return _with_text(view.shown, leaves, out)
 
     def read(self, view: View, paths: Sequence[Path], rows: Array) -> list[Leaf]:
         """These columns of these rows, for a `Sight`."""
-        leaves: list[Leaf] = [None] * len(self.schema.columns)
-        for path in paths:
-            column = self.schema.columns[self._positions[path]]
-            leaves[self._positions[path]] = np.empty((len(rows), *column.row_shape), column.storage)
+        shown: Layout = view.shown
+        positions = [shown.positions[path] for path in paths]
+        leaves: list[Leaf] = [None] * len(shown.takes)
+        for position in positions:
+            column = shown.schema.columns[position]
+            leaves[position] = np.empty((len(rows), *column.row_shape), column.storage)
         self._gather_some(view, rows, leaves)
         found = []
-        for path in paths:
-            text = self._places.texts.get(self._positions[path])
-            leaf = leaves[self._positions[path]]
+        for position in positions:
+            text = shown.texts.get(position)
+            leaf = leaves[position]
             found.append(leaf if text is None else text.decode(leaf))
         return found
 
@@ -718,7 +777,7 @@ class TrajectoryCache:
             self._gather_mixed(view, rows, slots, leaves)
             return
         lane_rows = view.lane_rows(rows, slots) or [rows]
-        for (lane, take), leaf in zip(self._takes, leaves, strict=True):
+        for (lane, take), leaf in zip(view.shown.takes, leaves, strict=True):
             if leaf is not None:
                 take(lane_rows[lane], 0, leaf, "clip")
 
@@ -729,7 +788,7 @@ class TrajectoryCache:
         if len(warm):
             warm_rows, warm_slots = rows[warm], slots[warm]
             lane_rows = view.lane_rows(warm_rows, warm_slots)
-            for leaf, home in zip(leaves, self._places.homes, strict=True):
+            for leaf, home in zip(leaves, view.shown.homes, strict=True):
                 if leaf is not None and home is not None:
                     leaf[warm] = home[2].take(lane_rows[home[0]], 0, None, "clip")
         shield.run(self._read_cold, view, rows, slots, leaves, (~is_warm).nonzero()[0])
@@ -747,7 +806,7 @@ class TrajectoryCache:
             if start < stop:
                 shield.check()
                 slot = self._slots[view.first_number + int(cold_slots[start])]
-                rows_of_slot = local[start:stop], leaves, cold[start:stop]
+                rows_of_slot = view.shown, local[start:stop], leaves, cold[start:stop]
                 self._read(slot, self._places.read_rows, slot, *rows_of_slot)
 
     def _read(self, slot: Slot, read: Callable[..., None], *arguments: Any) -> None:
@@ -783,9 +842,15 @@ def _facts(entry: Entry) -> Facts:
     return Facts(entry.num_envs, entry.trajectory_id, entry.uuid_mark)
 
 
-def _no_bytes(column: Column) -> Array:
-    """Any number of rows of a column whose rows have no bytes."""
-    return np.empty((1, *column.row_shape), column.storage)
+def _with_text(shown: Layout, leaves: list[Leaf], out: Sequence[Leaf] | None) -> list[Leaf]:
+    for position, text in shown.texts.items():
+        strings = text.decode(leaves[position])
+        if out is not None:
+            target = out[position]
+            target[:] = strings
+            strings = target
+        leaves[position] = strings
+    return leaves
 
 
 def _too_large(size_bytes: int) -> MemoryError:

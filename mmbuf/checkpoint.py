@@ -38,6 +38,7 @@ from mmbuf import arguments, files, index, shield, storage
 from mmbuf.entry import MAX_NUMBER, Entry
 from mmbuf.errors import BAD_JSON, CorruptError, LockedError, MmbufError, SchemaError, WriteError
 from mmbuf.index import Contents
+from mmbuf.schema import Schema
 
 # Brings a trajectory to a path in a format; its entry there.
 Put = Callable[[Entry, str, str], Entry]
@@ -350,7 +351,6 @@ def _read_rlinf(
                     error = CorruptError(file, str(error).removeprefix(f"{file}: "))
                 damage.append(error)
                 continue
-            contents.schema = schema
             contents.add(
                 dataclasses.replace(
                     entry,
@@ -359,6 +359,7 @@ def _read_rlinf(
                         "max_episode_length", info["max_episode_length"], bound=MAX_NUMBER
                     ),
                     model_weights_id=weights_id,
+                    schema=schema,
                 )
             )
         contents.count_from(index.checked_counter(metadata.get("trajectory_counter", 0)), 1)
@@ -372,15 +373,15 @@ def _read_rlinf(
     return contents
 
 
-def _described(path: str, name: str, contents: Contents) -> tuple[Entry, Any]:
-    """A file's entry and schema; SchemaError unless that is the one of those before it."""
-    for format_ in storage.FORMATS.values():
-        if name.endswith(format_.EXTENSION):
-            entry, schema, _ = format_.describe(path, name)
-            break
-    if contents.schema is not None and schema != contents.schema:
-        raise SchemaError(f"{path}: expected {contents.schema}, got {schema}.")
-    return entry, schema
+def _described(path: str, name: str, contents: Contents) -> tuple[Entry, Schema]:
+    """A file's entry and schema; SchemaError unless it fits to those before it."""
+    format_ = storage.format_of(name)
+    assert format_ is not None
+    entry, schema, _ = format_.describe(path, name)
+    try:
+        return entry, contents.schemas[contents.schemas.announce(schema)]
+    except SchemaError as error:
+        raise SchemaError(f"{path}: {error}") from None
 
 
 def metadata_of(directory: str, contents: Contents) -> dict[str, Any]:
@@ -517,9 +518,10 @@ def brought_in(
             files.replace(files.join(directory, index.LOADING), [json.dumps(names).encode()])
         for entry, file in new:
             shield.check()
-            assert contents.schema is not None
+            schema = entry.schema or contents.schema
+            assert schema is not None
             target = files.join(directory, file)
-            storage.link(files.join(source, entry.file), entry, contents.schema, target)
+            storage.link(files.join(source, entry.file), entry, schema, target)
             made.append(target)
         # Not before all are here: a save may take them away from there. The journal's line may
         # survive a power loss at once, and takes all others away.

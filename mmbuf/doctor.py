@@ -86,7 +86,8 @@ def _needs_of(directory: str) -> _Needs:
     num_maps = size_bytes = copied_bytes = 0
     for entry in found.entries:
         can_map = entry.format in storage.FORMATS and storage.FORMATS[entry.format].CAN_MAP
-        for column, part in zip(found.schema.columns, entry.parts, strict=False):
+        schema = entry.schema or found.schema
+        for column, part in zip(schema.columns, entry.parts, strict=False):
             size = part.rows * column.row_bytes
             is_mapped = can_map and not column.is_text and size >= vm.MAP_THRESHOLD
             num_maps += is_mapped

@@ -6,11 +6,12 @@ imports the other; so the entry is a module of its own below them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from mmbuf.arguments import number, text, whole
+from mmbuf.schema import Schema
 
 
 class Table(NamedTuple):
@@ -117,8 +118,9 @@ class Entry:
 
     ``uuid`` is its identity, ``trajectory_id`` its number in this store. ``shape`` begins with
     ``(T, B)``. ``format``, ``file``, ``size_bytes`` and ``parts`` (one per column, in the order of
-    the schema) say all that is needed to map it; ``file`` is empty for one that has no file.
-    ``added_at`` is in seconds since the epoch.
+    its schema) say all that is needed to map it; ``file`` is empty for one that has no file.
+    ``added_at`` is in seconds since the epoch. ``schema`` are its own columns, which others of the
+    store may lack; None where all have the same.
     """
 
     uuid: str
@@ -131,6 +133,7 @@ class Entry:
     file: str = ""
     size_bytes: int = 0
     parts: tuple[Part, ...] = ()
+    schema: Schema | None = field(default=None, compare=False, repr=False)
 
     @property
     def uuid_mark(self) -> int:
@@ -149,8 +152,9 @@ class Entry:
     def num_samples(self) -> int:
         return self.shape[0] * self.shape[1]
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object with RLinf's keys first."""
+    def to_json(self, schema_number: int = 0) -> dict[str, Any]:
+        """As a JSON object with RLinf's keys first; the number is that of its schema."""
+        numbered = {"schema": schema_number} if schema_number else {}
         return {
             "num_samples": self.num_samples,
             "trajectory_id": self.trajectory_id,
@@ -162,14 +166,21 @@ class Entry:
             "format": self.format,
             "file": self.file,
             "size_bytes": self.size_bytes,
+            **numbered,
             "parts": [part[:2] if part.table is None else part for part in self.parts],
         }
 
     @classmethod
-    def from_json(cls, json: dict[str, Any], parts: tuple[Part, ...] | None = None) -> Entry:
+    def from_json(
+        cls,
+        json: dict[str, Any],
+        parts: tuple[Part, ...] | None = None,
+        schema: Schema | None = None,
+    ) -> Entry:
         """The inverse of `to_json`; KeyError, TypeError or ValueError where it is none.
 
-        ``parts`` is for callers that have read those of ``json`` already.
+        ``parts`` is for callers that have read those of ``json`` already; ``schema`` is that of its
+        number.
         """
         return cls(
             checked_uuid(json["uuid"]),
@@ -178,4 +189,5 @@ class Entry:
             _checked_file(text("file", json["file"])),
             whole("size_bytes", json["size_bytes"], bound=MAX_NUMBER),
             parts_from_json(json["parts"]) if parts is None else parts,
+            schema,
         )

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from mmbuf import arguments, checkpoint, files, index, storage
 from mmbuf.entry import Entry, told_apart
-from mmbuf.errors import CorruptError, VersionError
+from mmbuf.errors import CorruptError, SchemaError, VersionError
 from mmbuf.index import Contents
 from mmbuf.locations import location
 from mmbuf.salvage import Salvage, salvage
@@ -129,7 +129,7 @@ def _damage_of(directory: str, item: Entry | str, schema: Schema | None) -> Find
             assert format_ is not None
             found, schema, _ = format_.describe(path, name)
             item = found if isinstance(item, str) else item
-        storage.verify(path, item, schema or Schema(()))
+        storage.verify(path, item, item.schema or schema or Schema(()))
     except FileNotFoundError:
         return Finding(path, "expected a trajectory's file, got none.", True)
     except CorruptError as error:
@@ -283,9 +283,16 @@ class _Plan:
         old, report = self._old, self.report
         places = self._with_one_identity(whole)
         schema = self._common_schema(whole, places)
+        # Of a store whose trajectories have several schemas those belong to it that fit.
+        schemas = index.Schemas(*([] if schema is None else [schema]))
+        has_several = len(old.schemas) > 1
         entries: dict[str, Entry] = {}
         for name, file in whole.items():
-            entry = file.entry if file.schema == schema else _with_columns_of(schema, file)
+            entry = _with_columns_of(schema, file)
+            if entry is None and has_several:
+                with contextlib.suppress(SchemaError):
+                    own = schemas[schemas.announce(file.schema)]
+                    entry = dataclasses.replace(file.entry, schema=own)
             if entry is None:
                 report.quarantined[name] = f"expected {schema}, got {file.schema}."
             else:
@@ -356,6 +363,8 @@ class _Plan:
     def _common_schema(self, whole: dict[str, _Whole], places: dict[str, int]) -> Schema | None:
         """That of most of the files that were listed, or of most where none is left of these."""
         schemas = [whole[name].schema for name in places]
+        if len(self._old.schemas) > 1:  # known ones first, so that they keep their numbers
+            return self._old.schemas[0]
         counts = Counter(schemas or [file.schema for file in whole.values()])
         if not counts:
             return self._old.schema
@@ -395,9 +404,12 @@ class _Plan:
     def _decide_what_is_written(self) -> None:
         old, new = self._old, self._contents
         damaged, truth = old.damaged_names, old.truth
+        entries = list(new.entries.values())
         has_changed = old.torn_at is not None or (
-            (old.entries, old.schema, old.trajectory_counter, old.id_step)
-            != (list(new.entries.values()), new.schema, new.trajectory_counter, new.id_step)
+            (old.entries, old.trajectory_counter, old.id_step)
+            != (entries, new.trajectory_counter, new.id_step)
+            or [e.schema or old.schema for e in old.entries] != [e.schema for e in entries]
+            or (not entries and old.schema != new.schema)
         )
         self._kept = sorted(damaged & self._names & {index.JOURNAL, index.INDEX, index.METADATA})
         if has_changed or truth in damaged:
@@ -451,9 +463,10 @@ def _examine(directory: str, name: str, known: list[Entry], schema: Schema | Non
         for entry in known:
             if entry.format == format_.NAME and not format_.CAN_MAP:
                 # It cannot say itself who it is.
+                listed = entry.schema or schema or own
                 with contextlib.suppress(CorruptError):
-                    storage.verify(path, entry, schema or own)
-                    return _Whole(entry, schema or own, True)
+                    storage.verify(path, entry, listed)
+                    return _Whole(entry, listed, True)
         storage.verify(path, found, own)
     except CorruptError as error:
         return error.what
@@ -478,13 +491,15 @@ def _is_truer(entry: Entry, listed: Entry) -> bool:
 
 def _with_columns_of(schema: Schema | None, file: _Whole) -> Entry | None:
     """The entry with its columns in the order of ``schema``; None where they are others."""
+    if file.schema == schema:
+        return dataclasses.replace(file.entry, schema=schema)
     if schema is None or storage.FORMATS[file.entry.format].CAN_MAP:
         return None
     parts = dict(zip(file.schema.columns, file.entry.parts, strict=True))
     if parts.keys() != set(schema.columns):
         return None
     ordered = tuple(parts[column] for column in schema.columns)
-    return dataclasses.replace(file.entry, parts=ordered)
+    return dataclasses.replace(file.entry, parts=ordered, schema=schema)
 
 
 def _in_order(known: list[Entry], others: list[Entry]) -> list[Entry]:
@@ -532,7 +547,7 @@ def _read_once(directory: str) -> Salvage:
         return Salvage(
             False,
             list(contents.entries.values()),
-            schema=contents.schema,
+            schemas=contents.schemas,
             metadata=contents.metadata,
             trajectory_counter=contents.trajectory_counter,
             damage=damage,

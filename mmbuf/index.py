@@ -4,12 +4,16 @@
 rest of its line::
 
     {"event": "schema", "version": 1, "columns": [...]}      before an add where there is none, and
-                                                             again where it needs a newer version
+                                                             again where it needs a newer version;
+                                                             with version 3 among others: those
+                                                             added later with "schema": 1 (2, ...)
+                                                             in their entry have these columns
     {"event": "add", "entry": {...}}                         a file was published
     {"event": "drop", "trajectory_ids": [...]}               these are gone
     {"event": "clear", "trajectory_counter": 7}              all are gone; ids go on
     {"event": "load", "columns": [...], "entries": [...],    others have taken the place of all:
-     "trajectory_counter": 7, "id_step": 1}                  one line, so that it holds or not.
+     "more_schemas": [[...]], "trajectory_counter": 7,       one line, so that it holds or not.
+     "id_step": 1}                                           More schemas only where there are any.
                                                              Ids go on from there, but never below
                                                              those that the store gave before
     {"event": "sync"}                                        all before this is on the disk itself
@@ -22,8 +26,8 @@ ignore it, a writer cuts it off before it appends. A bad line *before* a valid o
 A journal is appended to in place. One that has another name as well, in a copy of the store by hard
 links, is first made the writer's own: a copy takes its place, and the other name keeps what it had.
 
-Each ``version`` is the oldest that can say what follows (`Schema.version_of`): an older mmbuf that
-cannot read it refuses it by that.
+Each ``version`` is the oldest that can say what follows, so that an older mmbuf that cannot read it
+refuses it by that: 3 where there are several schemas, else that of `Schema.version_of`.
 
 ``.loading.json`` lists the files that a load is about to bring; of one that did not come to its
 line of the journal the next writer removes them.
@@ -39,13 +43,14 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmbuf import files
 from mmbuf.arguments import text, whole
+from mmbuf.columns import union
 from mmbuf.entry import MAX_NUMBER, Entry, Part, parts_from_json
 from mmbuf.errors import (
     BAD_JSON,
@@ -61,7 +66,8 @@ JOURNAL = "journal.jsonl"
 INDEX = "trajectory_index.json"
 METADATA = "metadata.json"
 LOADING = ".loading.json"
-VERSION = 2
+VERSION = 3
+VERSION_OF_SEVERAL = 3  # of a store whose trajectories have several schemas
 
 _SHORT_LIST = 1000  # up to here snapshots are always current
 _BLOCK = 256  # entries encoded at once, since json.dumps stops all other threads
@@ -76,16 +82,69 @@ _TAIL_BYTES = 4096
 _log = logging.getLogger("mmbuf")
 
 
+class Schemas:
+    """The schemas of a store's trajectories, numbered from 0 as they were announced.
+
+    ``union`` are the columns of all, None where none was announced; ``version`` is the newest that
+    the journal has said before entries that need it.
+    """
+
+    def __init__(self, *schemas: Schema, version: int = 1) -> None:
+        self._schemas: list[Schema] = []
+        self.union: Schema | None = None
+        self.version = version
+        for schema in schemas:
+            self.announce(schema, version)
+
+    def __len__(self) -> int:
+        return len(self._schemas)
+
+    def __getitem__(self, number: int) -> Schema:
+        return self._schemas[number]
+
+    def number(self, schema: Schema) -> int:
+        """The number that it has, or will have."""
+        for number, known in enumerate(self._schemas):
+            if known is schema or known == schema:
+                return number
+        return len(self._schemas)
+
+    def announce(self, schema: Schema, version: int = 1) -> int:
+        """Its number; SchemaError where it does not fit to the others."""
+        number = self.number(schema)
+        if number == len(self._schemas):
+            self.union = union(self.union, schema)
+            self._schemas.append(schema)
+        self.version = max(self.version, version)
+        return number
+
+    def of(self, entry: dict[str, Any]) -> Schema | None:
+        """The schema of an entry in JSON; None where none was announced."""
+        if "schema" not in entry:  # as in most
+            return self._schemas[0] if self._schemas else None
+        return self._schemas[whole("schema", entry["schema"])]
+
+    def event(self, schema: Schema, version: int) -> dict[str, Any] | None:
+        """What announces it in the journal; None where both are known."""
+        number = self.number(schema)
+        if number < len(self._schemas) and version <= self.version:
+            return None
+        union(self.union, schema)
+        version = VERSION_OF_SEVERAL if max(number, len(self._schemas) - 1) else version
+        return {"event": "schema", "version": version, "columns": schema.to_json()}
+
+
 class Contents:
     """What a journal or snapshot says: schema, entries by id (oldest first), the next id.
+
+    ``schema`` is the union of all columns of its trajectories, of which each entry has its own.
 
     Ids rise by ``id_step``, which is more than 1 where several ranks count side by side.
     ``metadata`` is what a snapshot says beside the index.
     """
 
     def __init__(self) -> None:
-        self.schema: Schema | None = None
-        self.version = 1  # that the journal says before all entries that need it
+        self.schemas = Schemas()
         self.entries: dict[int, Entry] = {}
         self.trajectory_counter = 0
         self.id_step = 1
@@ -97,17 +156,33 @@ class Contents:
         self.dead_files: list[str] = []  # of trajectories that are gone
         self.has_synced_dead = False  # of some that were on the disk itself
 
+    @property
+    def schema(self) -> Schema | None:
+        return self.schemas.union
+
+    @schema.setter
+    def schema(self, schema: Schema | None) -> None:
+        self.schemas = Schemas() if schema is None else Schemas(schema)
+
+    @property
+    def own_schemas(self) -> list[Schema]:
+        """The schemas of the trajectories, each once, in the order of the first that has it."""
+        own = {id(entry.schema): entry.schema or self.schema for entry in self.entries.values()}
+        return list(dict.fromkeys(schema for schema in own.values() if schema is not None))
+
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
         kind = text("event", event["event"])
         if kind == "add":
-            self.add(Entry.from_json(event["entry"]))
+            self.add(Entry.from_json(event["entry"], schema=self.schemas.of(event["entry"])))
         elif kind == "schema":
             version = check_version(event["version"])
             schema = Schema.from_json(event["columns"])
-            if self.entries and schema != self.schema:
+            if not self.entries:  # what was said of others before does not bind this one
+                self.schema = None
+            elif version < VERSION_OF_SEVERAL and schema != self.schema:
                 raise ValueError("another schema after trajectories")
-            self.schema, self.version = schema, version
+            self.schemas.announce(schema, version)
         elif kind == "drop":
             for trajectory_id in ids_of(event):
                 self.drop(trajectory_id)
@@ -142,7 +217,7 @@ class Contents:
     def load(self, other: Contents) -> None:
         """Take another's place: its trajectories and schema instead of these; ids go on rising."""
         self._bury_all()
-        self.schema, self.version = other.schema, other.version
+        self.schemas = Schemas(*_schemas_of(other), version=other.schemas.version)
         self.num_added += other.num_added
         self.entries = dict(other.entries)
         self.total_samples = other.total_samples
@@ -321,7 +396,7 @@ class JournalReader:
     def _apply(self, line: bytes, changes: Changes) -> None:
         contents = self.contents
         if line.startswith(_ADD):
-            entry = _read_add(line, self._layouts)
+            entry = _read_add(line, self._layouts, contents.schemas)
             contents.add(entry)
             changes.added[entry.trajectory_id] = (entry, contents.num_added - 1)
             return
@@ -465,17 +540,14 @@ class TrajectoryIndex:
         """A file was published; ValueError, and nothing said, if it cannot be among the others."""
         if entry.trajectory_id in self.contents.entries:
             raise ValueError(f"trajectory_id {entry.trajectory_id} twice")
-        lines = b""
-        if self.contents.entries and schema != self.contents.schema:
-            raise ValueError(f"expected {self.contents.schema}, got {schema}.")
-        version = _version_of(schema, [entry])
-        # What was said of others that are gone does not bind this one.
-        is_said = bool(self.contents.entries) and version <= self.contents.version
-        if not is_said:
-            lines = _encode({"event": "schema", "version": version, "columns": schema.to_json()})
-        self._append(lines + _encode({"event": "add", "entry": entry.to_json()}))
-        if not is_said:
-            self.contents.schema, self.contents.version = schema, version
+        # What was said of others before does not bind the first.
+        schemas = self.contents.schemas if self.contents.entries else Schemas()
+        number, version = schemas.number(schema), _version_of([(schema, entry)])
+        event = schemas.event(schema, version)
+        lines = b"" if event is None else _encode(event)
+        self._append(lines + _encode({"event": "add", "entry": entry.to_json(number)}))
+        schemas.announce(schema, version if event is None else event["version"])
+        self.contents.schemas = schemas
         self.contents.add(entry)
 
     def clear(self) -> None:
@@ -496,7 +568,7 @@ class TrajectoryIndex:
         event = _load_event(contents)
         self._append(_encode(event))
         self.contents.load(contents)
-        self.contents.version = event["version"]
+        self.contents.schemas.version = event["version"]
 
     def check(self) -> None:
         """OSError unless the directory is the store that was opened, and no other writer's.
@@ -648,7 +720,7 @@ class TrajectoryIndex:
             return False
         if verify is not None and self.contents.schema is not None:
             try:
-                verify(path, entry, self.contents.schema)
+                verify(path, entry, entry.schema or self.contents.schema)
             except (FileNotFoundError, CorruptError):
                 return False
         return True
@@ -670,15 +742,47 @@ def lines_of(journal: bytes) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _load_event(contents: Contents) -> dict[str, Any]:
-    schema = contents.schema
+    schemas = _schemas_of(contents)
+    numbers = _Numbers(contents, schemas)
     return {
         "event": "load",
-        "version": _version_of(schema, contents.entries.values()),
-        "columns": None if schema is None else schema.to_json(),
-        "entries": [entry.to_json() for entry in contents.entries.values()],
+        "version": _version_of_all(contents, schemas),
+        "columns": schemas[0].to_json() if schemas else None,
+        **_more(schemas),
+        "entries": [entry.to_json(numbers.of(entry)) for entry in contents.entries.values()],
         "trajectory_counter": contents.trajectory_counter,
         "id_step": contents.id_step,
     }
+
+
+def _schemas_of(contents: Contents) -> list[Schema]:
+    """Its own schemas; the one that it would have where there is no trajectory."""
+    own = contents.own_schemas
+    return own or ([] if contents.schema is None else [contents.schema])
+
+
+def _more(schemas: list[Schema]) -> dict[str, Any]:
+    more = [schema.to_json() for schema in schemas[1:]]
+    return {"more_schemas": more} if more else {}
+
+
+class _Numbers:
+    """The numbers of entries' schemas among these."""
+
+    def __init__(self, contents: Contents, schemas: list[Schema]) -> None:
+        self._schema = contents.schema
+        self._schemas = schemas
+        self._known: dict[int, int] = {}
+
+    def of(self, entry: Entry) -> int:
+        if len(self._schemas) < 2:
+            return 0
+        number = self._known.get(id(entry.schema))
+        if number is None:
+            schema = entry.schema or self._schema
+            assert schema is not None
+            number = self._known[id(entry.schema)] = self._schemas.index(schema)
+        return number
 
 
 def write_snapshots(directory: str, contents: Contents, metadata: dict[str, Any]) -> None:
@@ -707,13 +811,19 @@ def _sealed(blocks: Iterable[bytes]) -> Iterator[bytes]:
 def _encode_snapshot(contents: Contents, metadata: dict[str, Any]) -> Iterator[bytes]:
     yield b'{"trajectory_index": {'
     entries = list(contents.entries.items())
+    schemas = _schemas_of(contents)
+    numbers = _Numbers(contents, schemas)
     for start in range(0, len(entries), _BLOCK):
-        block = {str(i): entry.to_json() for i, entry in entries[start : start + _BLOCK]}
+        block = {
+            str(i): entry.to_json(numbers.of(entry)) for i, entry in entries[start : start + _BLOCK]
+        }
         yield (", " if start else "").encode() + json.dumps(block)[1:-1].encode()
     yield b'}, "trajectory_id_list": ' + json.dumps([i for i, _ in entries]).encode()
-    version = _version_of(contents.schema, contents.entries.values())
-    schema = None if contents.schema is None else contents.schema.to_json()
+    version = _version_of_all(contents, schemas)
+    schema = schemas[0].to_json() if schemas else None
     yield f', "version": {version}, "schema": {json.dumps(schema)}'.encode()
+    for key, more in _more(schemas).items():
+        yield f', "{key}": {json.dumps(more)}'.encode()
     yield f', "metadata": {json.dumps(metadata)}'.encode()
 
 
@@ -722,13 +832,13 @@ def read_snapshot(path: str, contents: Contents) -> None:
     data = files.read(path)
     try:
         snapshot = json.loads(data)
-        check_version(snapshot["version"])
+        version = check_version(snapshot["version"])
         if "crc" in snapshot and _whole(data) is None:
             raise ValueError("the CRC-32 at its end is that of another; without it all is taken")
-        if snapshot["schema"] is not None:
-            contents.schema = Schema.from_json(snapshot["schema"])
+        contents.schemas = _schemas_from_json(snapshot["schema"], snapshot, version)
         for trajectory_id in snapshot["trajectory_id_list"]:
-            entry = Entry.from_json(snapshot["trajectory_index"][str(trajectory_id)])
+            listed = snapshot["trajectory_index"][str(trajectory_id)]
+            entry = Entry.from_json(listed, schema=contents.schemas.of(listed))
             if entry.trajectory_id != trajectory_id:
                 raise ValueError(f"trajectory_id {entry.trajectory_id} as {trajectory_id!r}")
             contents.add(entry)
@@ -744,13 +854,20 @@ def read_snapshot(path: str, contents: Contents) -> None:
 def read_load(event: dict[str, Any]) -> Contents:
     """What a "load" event brings; one of `BAD_JSON` if it is none, VersionError of a newer's."""
     contents = Contents()
-    contents.version = check_version(event["version"])
-    if event["columns"] is not None:
-        contents.schema = Schema.from_json(event["columns"])
+    version = check_version(event["version"])
+    contents.schemas = _schemas_from_json(event["columns"], event, version)
     for entry in event["entries"]:
-        contents.add(Entry.from_json(entry))
+        contents.add(Entry.from_json(entry, schema=contents.schemas.of(entry)))
     _count_from(contents, event)
     return contents
+
+
+def _schemas_from_json(
+    first: list[dict[str, Any]] | None, json: dict[str, Any], version: int
+) -> Schemas:
+    """The first schema, and those beside it."""
+    columns = () if first is None else (first, *json.get("more_schemas", ()))
+    return Schemas(*map(Schema.from_json, columns), version=version)
 
 
 def _count_from(contents: Contents, json: dict[str, Any]) -> None:
@@ -778,28 +895,42 @@ def check_version(version: Any) -> int:
     return found
 
 
-def _version_of(schema: Schema | None, entries: Iterable[Entry]) -> int:
-    """The oldest version that can tell of these entries."""
-    if schema is None:
+def _version_of_all(contents: Contents, schemas: Sequence[Schema]) -> int:
+    """The oldest version that can tell of all trajectories, which have these schemas."""
+    if len(schemas) > 1:
+        return VERSION_OF_SEVERAL
+    if not schemas:
         return 1
+    return _version_of((schemas[0], entry) for entry in contents.entries.values())
+
+
+def _version_of(entries: Iterable[tuple[Schema, Entry]]) -> int:
+    """The oldest version that can tell of each of these entries alone."""
     # Most have the layout of others. Equal parts of a journal are one object.
-    layouts = {(id(entry.parts), entry.num_samples): entry for entry in entries}
-    rows = (([part.rows for part in e.parts], e.num_samples) for e in layouts.values() if e.parts)
-    return max((schema.version_of(*of_entry) for of_entry in rows), default=1)
+    layouts = {(id(entry.parts), entry.num_samples): (schema, entry) for schema, entry in entries}
+    return max(
+        (
+            schema.version_of([part.rows for part in entry.parts], entry.num_samples)
+            for schema, entry in layouts.values()
+            if entry.parts
+        ),
+        default=1,
+    )
 
 
 def _encode(event: dict[str, Any]) -> bytes:
     return b"".join(_sealed([json.dumps(event)[:-1].encode()])) + b"\n"
 
 
-def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]]) -> Entry:
+def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]], schemas: Schemas) -> Entry:
     """The entry of an "add" line. Most parts of a store are equal, and are read only once.
 
     They come last in an entry, and the quotes of `_PARTS` cannot stand inside of a JSON string.
     """
     head, mark, tail = line[:-_CRC_BYTES].partition(_PARTS)
     if not mark or not tail.endswith(b"}"):
-        return Entry.from_json(json.loads(line)["entry"])
+        entry = json.loads(line)["entry"]
+        return Entry.from_json(entry, schema=schemas.of(entry))
     text = tail[:-1]
     parts = layouts.get(text)
     if parts is None:
@@ -807,7 +938,8 @@ def _read_add(line: bytes, layouts: dict[bytes, tuple[Part, ...]]) -> Entry:
             layouts.clear()
         parts = layouts[text] = parts_from_json(json.loads(text))
     # Decoded here, since json.loads would first look which encoding the bytes have.
-    return Entry.from_json(json.loads((head + b"}}").decode())["entry"], parts)
+    entry = json.loads((head + b"}}").decode())["entry"]
+    return Entry.from_json(entry, parts, schemas.of(entry))
 
 
 def _whole(line: bytes) -> bytes | None:

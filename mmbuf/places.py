@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from mmbuf import storage, vm
+from mmbuf.columns import union
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.lane import Extent, Lane, lanes_of
-from mmbuf.schema import Array, Payload, Schema, TextTable
+from mmbuf.schema import Array, Column, Path, Payload, Schema, TextTable
 from mmbuf.storage import Source
 
 RESERVED_BYTES = 8 << 40  # of the 128 TiB of addresses that a process has
@@ -28,6 +29,8 @@ _MIN_RESERVED_BYTES = 64 << 20
 _SHORT_OF_MAPS = 4  # the threshold rises by this when half of the process's mappings are spent
 
 _log = logging.getLogger("mmbuf")
+
+_Home = tuple[int, int, Array]  # a lane, a range of it, all rows of that
 
 
 @dataclass(slots=True)
@@ -38,16 +41,53 @@ class Place:
     num_maps: int = 0
 
 
+class Layout:
+    """Where the columns of one schema lie in the lanes: of trajectories, or of batches.
+
+    ``homes[position]`` is a column's lane, its number in the lane, and all rows of its range
+    (None for a column without bytes); ``texts[position]`` the table of a text column. ``takes``
+    are what gathers rows, each with its lane; ``members`` the columns in each lane, by position.
+    """
+
+    def __init__(
+        self, schema: Schema, homes: list[_Home | None], texts: dict[int, TextTable], num_lanes: int
+    ) -> None:
+        self.schema = schema
+        self.homes = homes
+        self.texts = texts
+        self.positions = {column.path: i for i, column in enumerate(schema.columns)}
+        self.widest = max((column.row_bytes for column in schema.columns), default=0)
+        self.takes = [
+            (home[0], home[2].take) if home else (0, _no_bytes(column).take)
+            for home, column in zip(homes, schema.columns, strict=True)
+        ]
+        self.members: list[list[int]] = [[] for _ in range(num_lanes)]
+        for position, home in enumerate(homes):
+            if home is not None:
+                self.members[home[0]].append(position)
+        self._idle = [lane for lane, positions in enumerate(self.members) if not positions]
+
+    def idle_lanes(self, num_lanes: int) -> list[int]:
+        """The lanes, of so many, without any of these columns."""
+        return [*self._idle, *range(len(self.members), num_lanes)]
+
+    def members_of(self, lane_number: int) -> list[int]:
+        """The columns in a lane, which may be a later one."""
+        return self.members[lane_number] if lane_number < len(self.members) else []
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """One trajectory of the window.
 
-    ``path`` is its file, empty before it has one; ``rows`` the rows of each column, left-out ones
-    included; ``place`` None while it is cold; ``is_filled`` whether pages are behind the place.
+    ``path`` is its file, empty before it has one; ``layout`` that of its own columns; ``rows`` the
+    rows of each, left-out ones included; ``place`` None while it is cold; ``is_filled`` whether
+    pages are behind the place.
     """
 
     entry: Entry
     path: str
+    layout: Layout
     rows: tuple[int, ...]
     is_written: bool
     is_filled: bool
@@ -57,30 +97,68 @@ class Slot:
 
 
 class Places:
-    """The lanes of one schema. ``find`` and ``give_back`` are for one thread at a time.
+    """The lanes of one list. What changes them is for one thread at a time.
 
-    ``homes[position]`` is a column's lane, its number in the lane, and all rows of its range
-    (None for a column without bytes); ``texts[position]`` the table of a text column.
+    ``schema`` is the union of all columns. What comes later gets lanes of its own; a place has
+    extents in all lanes that there were when it was found.
     """
 
     def __init__(self, schema: Schema, *, can_map: bool, reserved_bytes: int) -> None:
-        self.schema = schema
+        self.schema = Schema(())
+        self.lanes: list[Lane] = []
+        self.texts: dict[Path, TextTable] = {}
         self._can_map = can_map
+        self._reserved_bytes = reserved_bytes
         self._maps = vm.MapShare()
-        self.lanes = _reserve(schema, reserved_bytes, can_map)
-        self.texts = {i: TextTable() for i, c in enumerate(schema.columns) if c.is_text}
-        self.homes: list[tuple[int, int, Array] | None] = [None] * len(schema.columns)
-        for lane_number, lane in enumerate(self.lanes):
-            for i, position in enumerate(lane.positions):
-                self.homes[position] = (lane_number, i, lane.arrays[i])
+        self._homes: dict[Path, _Home] = {}
+        self._layouts: dict[Schema, Layout] = {}
+        self._known: dict[int, Layout] = {}  # by the identity of schemas, which these keep
+        self.first = self.layout_of(schema)
 
-    def find(self, rows: tuple[int, ...]) -> Place | None:
+    @property
+    def schemas(self) -> list[Schema]:
+        """Those of all layouts, oldest first."""
+        return list(self._layouts)
+
+    def layout_of(self, schema: Schema) -> Layout:
+        """The layout of these columns; those that are new get lanes of their own.
+
+        SchemaError where one does not fit to the others, MemoryError where there is no room.
+        """
+        layout = self._known.get(id(schema))
+        if layout is None:
+            layout = self._layouts.get(schema)
+            if layout is None:
+                layout = self._layouts[schema] = self._laid_out(schema)
+                self._known[id(schema)] = layout
+        return layout
+
+    def _laid_out(self, schema: Schema) -> Layout:
+        known = union(self.schema, schema) if self.schema.columns else schema
+        new = known.columns[len(self.schema.columns) :]
+        if new:
+            lanes = _reserve(new, self._reserved_bytes, self._can_map)
+            self.schema = known
+            for lane_number, lane in enumerate(lanes, len(self.lanes)):
+                for i, position in enumerate(lane.positions):
+                    self._homes[new[position].path] = (lane_number, i, lane.arrays[i])
+            self.lanes.extend(lanes)
+            self.texts |= {column.path: TextTable() for column in new if column.is_text}
+        columns = list(enumerate(schema.columns))
+        return Layout(
+            schema,
+            [self._homes.get(column.path) for _, column in columns],
+            {i: self.texts[column.path] for i, column in columns if column.is_text},
+            len(self.lanes),
+        )
+
+    def find(self, layout: Layout, rows: tuple[int, ...]) -> Place | None:
         """A place for a trajectory; None when there is no room now, OSError without memory."""
         extents: list[Extent] = []
         is_even = len(set(rows)) == 1  # no column with left-out rows
         try:
-            for lane in self.lanes:
-                num_rows = rows[0] if is_even else max(rows[p] for p in lane.positions)
+            for lane_number, lane in enumerate(self.lanes):
+                num_rows = rows[0] if is_even else _longest(layout, lane_number, rows)
                 extent = lane.place(num_rows)
                 if extent is None:
                     break
@@ -92,14 +170,15 @@ class Places:
                     lane.release(extent)
         return Place(extents) if is_whole else None
 
-    def find_all(self, rows: Sequence[tuple[int, ...]]) -> list[Place] | None:
+    def find_all(self, slots: Sequence[Slot]) -> list[Place] | None:
         """Places for many trajectories, at the cost of few; None where each has to be asked for."""
         found: list[list[Extent]] = []
+        keys = [(slot.layout, slot.rows) for slot in slots]
         try:
-            for lane in self.lanes:
-                # Most are as long as others: few of these tuples differ.
-                longest = {r: max(r[p] for p in lane.positions) for r in set(rows)}
-                extents = lane.place_all([longest[r] for r in rows])
+            for lane_number, lane in enumerate(self.lanes):
+                # Most are as long as others: few of these keys differ.
+                longest = {key: _longest(key[0], lane_number, key[1]) for key in set(keys)}
+                extents = lane.place_all([longest[key] for key in keys])
                 if extents is None:
                     break
                 found.append(extents)
@@ -113,7 +192,7 @@ class Places:
 
     def give_back(self, place: Place) -> None:
         """Give the rows and pages of a place back. No gather may look at them any more."""
-        for lane, extent in zip(self.lanes, place.extents, strict=True):
+        for lane, extent in zip(self.lanes, place.extents, strict=False):
             lane.release(extent)
         self._maps.give_back(place.num_maps)
 
@@ -121,7 +200,7 @@ class Places:
         """The place's first row in each lane."""
         return [
             extent.start // lane.row_bytes
-            for lane, extent in zip(self.lanes, place.extents, strict=True)
+            for lane, extent in zip(self.lanes, place.extents, strict=False)
         ]
 
     def starts_of(self, places: Sequence[Place]) -> Array:
@@ -134,24 +213,25 @@ class Places:
             np.int64,
         )
 
-    def rows_of(self, place: Place, position: int, num_rows: int) -> Array:
-        """A column's rows; a view of the range."""
-        home = self.homes[position]
+    def rows_of(self, layout: Layout, place: Place, position: int, num_rows: int) -> Array:
+        """The rows of a column of its layout; a view of the range."""
+        home = layout.homes[position]
         if home is None:
-            column = self.schema.columns[position]
+            column = layout.schema.columns[position]
             return np.empty((num_rows, *column.row_shape), column.storage)
         lane_number, _, array = home
         start = place.extents[lane_number].start // self.lanes[lane_number].row_bytes
         return array[start : start + num_rows]
 
-    def copy_in(self, place: Place, payload: Payload) -> None:
-        """Copy a trajectory's rows to its place."""
-        for lane, extent in zip(self.lanes, place.extents, strict=True):
-            lane.commit(extent)
+    def copy_in(self, layout: Layout, place: Place, payload: Payload) -> None:
+        """Copy a trajectory's rows, which has these columns, to its place."""
+        for lane_number, extent in enumerate(place.extents):
+            if layout.members_of(lane_number):
+                self.lanes[lane_number].commit(extent)
         with torch.no_grad():
             for position, num_rows in enumerate(payload.rows):
-                rows = self.rows_of(place, position, num_rows)
-                text = self.texts.get(position)
+                rows = self.rows_of(layout, place, position, num_rows)
+                text = layout.texts.get(position)
                 if text is None:
                     payload.copy_rows(position, rows)
                 else:
@@ -204,14 +284,20 @@ class Places:
             _log.warning("%s: its pages stay in memory of their own: %s", slot.path, error)
         return True
 
-    def read_rows(self, slot: Slot, rows: Array, leaves: Sequence[Any], targets: Array) -> None:
+    def read_rows(
+        self, slot: Slot, shown: Layout, rows: Array, leaves: Sequence[Any], targets: Array
+    ) -> None:
         """Read ``rows`` of a cold slot from its file into ``leaves[position][targets]``.
 
-        Of text columns the codes. Columns whose leaf is None are left out.
+        Of text columns the codes. The leaves are of the columns of ``shown``, which the slot has;
+        those that are None are left out.
         """
+        if shown is not slot.layout:
+            by_path = dict(zip(shown.positions, leaves, strict=True))
+            leaves = [by_path.get(path) for path in slot.layout.positions]
         with self._opened(slot) as source:
             source.read_rows(rows, leaves, targets)
-            for position, text in self.texts.items():
+            for position, text in slot.layout.texts.items():
                 if leaves[position] is None:
                     continue
                 codes, strings = source.read_text(position)
@@ -228,7 +314,8 @@ class Places:
         """The slot's file, compared with its entry when it is opened for the first time."""
         format_ = storage.FORMATS[slot.entry.format]
         is_checked = slot.is_checked
-        with format_.opened(slot.path, slot.entry, self.schema, is_checked=is_checked) as source:
+        schema = slot.layout.schema
+        with format_.opened(slot.path, slot.entry, schema, is_checked=is_checked) as source:
             slot.is_checked = True
             yield source
 
@@ -238,7 +325,7 @@ class Places:
             return []
         threshold = vm.MAP_THRESHOLD * (_SHORT_OF_MAPS if vm.MAPS.is_short else 1)
         found = []
-        for position, home in enumerate(self.homes):
+        for position, home in enumerate(slot.layout.homes):
             if home is None:
                 continue
             lane, extent = self.lanes[home[0]], place.extents[home[0]]
@@ -251,7 +338,7 @@ class Places:
     def _read_in(self, source: Source, slot: Slot, place: Place, mapped: set[int]) -> None:
         """Copy the columns that are not mapped from the file to their place."""
         for position, num_rows in enumerate(slot.rows):
-            home = self.homes[position]
+            home = slot.layout.homes[position]
             if home is None or position in mapped:
                 continue
             extent = place.extents[home[0]]
@@ -259,8 +346,8 @@ class Places:
                 range_ = self.lanes[home[0]].ranges[home[1]]
                 range_.release(extent.start, extent.stop)  # what an earlier try may have mapped
                 range_.commit(extent.start, extent.stop)
-            rows = self.rows_of(place, position, num_rows)
-            text = self.texts.get(position)
+            rows = self.rows_of(slot.layout, place, position, num_rows)
+            text = slot.layout.texts.get(position)
             if text is None:
                 source.read_part(position, rows)
             else:
@@ -268,15 +355,25 @@ class Places:
                 rows[...] = text.encode(strings)[codes]
 
 
-def _reserve(schema: Schema, reserved_bytes: int, can_map: bool) -> list[Lane]:
+def _longest(layout: Layout, lane_number: int, rows: tuple[int, ...]) -> int:
+    """The rows that a trajectory takes in a lane: as many where it has no column there."""
+    return max((rows[p] for p in layout.members_of(lane_number)), default=min(rows))
+
+
+def _no_bytes(column: Column) -> Array:
+    """Any number of rows of a column whose rows have no bytes."""
+    return np.empty((1, *column.row_shape), column.storage)
+
+
+def _reserve(columns: tuple[Column, ...], reserved_bytes: int, can_map: bool) -> list[Lane]:
     """Lanes with as many rows as ``reserved_bytes`` of addresses, or what is to be had, allow."""
-    row_bytes = sum(column.row_bytes for column in schema.columns)
+    row_bytes = sum(column.row_bytes for column in columns)
     left = vm.address_space_left()
     if left is not None:
         reserved_bytes = min(reserved_bytes, left // 2)
     while True:
         try:
-            return lanes_of(schema.columns, reserved_bytes // max(1, row_bytes), can_map=can_map)
+            return lanes_of(columns, reserved_bytes // max(1, row_bytes), can_map=can_map)
         except OSError as error:
             reserved_bytes //= 2
             if reserved_bytes < _MIN_RESERVED_BYTES:

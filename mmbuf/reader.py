@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from mmbuf import arguments, shield, snapshot, vm
+from mmbuf.columns import SAME, is_common
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
 from mmbuf.locations import locations
@@ -44,6 +45,7 @@ class _Options(NamedTuple):
     cache_size: int | None
     shard: tuple[int, int] | None
     follow: bool
+    columns: str
 
 
 class ReplayReader:
@@ -66,6 +68,9 @@ class ReplayReader:
         stays with it while the stores grow. Each rank draws from a stream of its own.
     follow
         False: what is seen stays as it was at opening, but for what a writer has removed.
+    columns
+        As in `TrajectoryReplayBuffer`: "common" takes trajectories, and stores, with several
+        schemas.
 
     FileNotFoundError where there is no store, SchemaError where two do not fit together.
 
@@ -81,7 +86,9 @@ class ReplayReader:
         cache_size: int | None = None,
         shard: tuple[int, int] | None = None,
         follow: bool = True,
+        columns: str = SAME,
     ) -> None:
+        is_common(columns)
         paths, is_list = locations("path", path)
         sample_window_size = arguments.whole("sample_window_size", sample_window_size)
         cache_size = arguments.whole_or_none("cache_size", cache_size)
@@ -98,6 +105,7 @@ class ReplayReader:
             cache_size,
             shard,
             follow,
+            columns,
         )
         shield.run(self._open, seeds)
 
@@ -105,7 +113,13 @@ class ReplayReader:
         options = self._options
         self._is_closed = False
         self._follow = options.follow
-        self._stores = Stores(options.paths, options.is_list, options.shard, follow=options.follow)
+        self._stores = Stores(
+            options.paths,
+            options.is_list,
+            options.shard,
+            follow=options.follow,
+            is_common=is_common(options.columns),
+        )
         self._window = Window(
             seeds=seeds,
             window_size=options.sample_window_size,
@@ -271,7 +285,7 @@ class ReplayReader:
 
     @property
     def schema(self) -> Schema | None:
-        """The columns of the trajectories; None while there are none."""
+        """The columns of a batch: those of the trajectories; None while there are none."""
         return self._window.schema
 
     @property

@@ -15,7 +15,7 @@ from mmbuf import files, index
 from mmbuf.arguments import text, whole
 from mmbuf.entry import Entry
 from mmbuf.errors import BAD_JSON, CorruptError, VersionError
-from mmbuf.index import Contents
+from mmbuf.index import Contents, Schemas
 from mmbuf.schema import Schema
 
 _ENTRY = re.compile(r'"([0-9]{1,18})": (?=\{"num_samples")')
@@ -33,13 +33,18 @@ class Salvage:
     is_live: bool
     entries: list[Entry] = field(default_factory=list)
     hints: list[Entry] = field(default_factory=list)
-    schema: Schema | None = None
+    schemas: Schemas = field(default_factory=Schemas)
     metadata: dict[str, Any] = field(default_factory=dict)
     trajectory_counter: int = 0
     id_step: int = 1
     dead_files: set[str] = field(default_factory=set)
     damage: list[CorruptError] = field(default_factory=list)
     torn_at: int | None = None
+
+    @property
+    def schema(self) -> Schema | None:
+        """The union of all columns."""
+        return self.schemas.union
 
     @property
     def truth(self) -> str:
@@ -72,7 +77,7 @@ def salvage(directory: str) -> Salvage:
         found.hints += [entry for entry in snapshot.entries.values() if entry.file not in names]
     else:
         found.entries = list(snapshot.entries.values())
-        found.schema = snapshot.schema
+        found.schemas = snapshot.schemas
     if not has_journal or found.is_truth_damaged:
         found.trajectory_counter = max(found.trajectory_counter, snapshot.trajectory_counter)
         if found.id_step == 1:
@@ -118,10 +123,11 @@ class _Lines:
     def _apply(self, event: dict[str, Any]) -> None:
         found, kind = self._found, text("event", event["event"])
         if kind == "add":
-            self._add(Entry.from_json(event["entry"]))
+            self._add(Entry.from_json(event["entry"], schema=found.schemas.of(event["entry"])))
         elif kind == "schema":
-            index.check_version(event["version"])
-            found.schema = Schema.from_json(event["columns"])
+            if index.check_version(event["version"]) < index.VERSION_OF_SEVERAL:
+                found.schemas = Schemas()
+            found.schemas.announce(Schema.from_json(event["columns"]))
         elif kind == "drop":
             for trajectory_id in index.ids_of(event):
                 for name in self._files.pop(trajectory_id):
@@ -129,7 +135,7 @@ class _Lines:
                     found.dead_files.add(name)
         elif kind == "clear":
             self._clear()
-            found.schema = None
+            found.schemas = Schemas()
             found.trajectory_counter = max(
                 found.trajectory_counter, index.checked_counter(event["trajectory_counter"])
             )
@@ -139,7 +145,7 @@ class _Lines:
                 found.trajectory_counter, loaded.trajectory_counter, loaded.id_step
             )
             self._clear()
-            found.schema = loaded.schema
+            found.schemas = loaded.schemas
             for entry in loaded.entries.values():
                 self._add(entry)
             found.trajectory_counter, found.id_step = counter, loaded.id_step

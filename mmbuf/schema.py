@@ -159,6 +159,7 @@ class Schema:
             for i, column in enumerate(self.columns)
             if column.viewed_as is not None
         ]
+        self.paths = frozenset(self._position)
         self.storages = [column.storage for column in self.columns]
         self.row_bytes = sum(column.row_bytes for column in self.columns)
         self.no_extra_steps = (0,) * len(self.columns)
@@ -526,6 +527,11 @@ def _flatten(nested: Mapping[str, Any], prefix: Path = ()) -> Iterable[tuple[Pat
             yield from _flatten(value, (*prefix, key))
         else:
             yield (*prefix, key), value
+
+
+def paths_of(nested: Mapping[str, Any]) -> set[Path]:
+    """The paths of all leaves of a nested dict; SchemaError for a key that is no str."""
+    return {path for path, _ in _flatten(nested)}
 
 
 def _checked(path: Path, leaf: Any) -> Leaf:

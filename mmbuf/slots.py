@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,8 +55,8 @@ class View:
 
     ``low`` and ``high`` bound the window's row numbers, ``first`` and ``stop`` the indices of its
     slots; slot ``i`` has the rows from ``starts[i]`` to ``starts[i + 1]`` and ``facts[:, i]``, the
-    fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, and ``pins`` are
-    the gathers that go on.
+    fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, ``pins`` are the
+    gathers that go on, and ``shown`` is the `places.Layout` of the columns that every slot has.
     """
 
     __slots__ = (
@@ -74,11 +74,13 @@ class View:
         "low",
         "needs_slots",
         "pins",
+        "shown",
         "starts",
         "stop",
     )
 
-    def __init__(self, table: SlotTable, is_filled: bool) -> None:
+    def __init__(self, table: SlotTable, is_filled: bool, shown: Any = None) -> None:
+        self.shown = shown
         self.first, self.stop = first, stop = table.first, table.stop
         self.starts = table.starts
         self.facts = table.facts
@@ -97,6 +99,9 @@ class View:
             int(offsets[last]) if changed <= first <= last else None
             for offsets, changed in zip(table.offsets, table.changed, strict=True)
         ]
+        if shown is not None:
+            for lane in shown.idle_lanes(len(self._shifts)):  # nobody asks for their rows
+                self._shifts[lane] = 0
         self.needs_slots = not is_filled or None in self._shifts
         self.pins: set[weakref.ref[Pin]] = set()
 
@@ -214,6 +219,12 @@ class SlotTable:
 
     def is_in_window(self, number: int) -> bool:
         return self.first <= number - self.first_number < self.stop
+
+    def add_lanes(self, count: int) -> None:
+        """More lanes, for the slots to come; the views that there are go on without."""
+        new = np.zeros((count, self.offsets.shape[1]), np.int64)
+        self.offsets = np.concatenate([self.offsets, new])
+        self.changed = [*self.changed, *[self.stop] * count]
 
     def drop_oldest(self) -> None:
         self.first += 1

@@ -145,30 +145,32 @@ def size_of(path: str, entry: Entry) -> int:
 def check_entries(schema: Schema, items: Iterable[tuple[Entry, str]]) -> None:
     """CorruptError unless all entries can be those of files with the columns of ``schema``.
 
-    ``items`` are entries and their directories. What passes can be given a place, however little
-    of it may be true; that is looked at when a file is first opened (`Format.opened`).
+    Or with those of their own. ``items`` are entries and their directories. What passes can be
+    given a place, however little of it may be true; that is looked at when a file is first opened
+    (`Format.opened`).
     """
     # Equal parts of a journal are one object. Of each layout the bytes that no file of it lacks.
-    layouts: dict[tuple[int, tuple[int, ...]], int] = {}
+    layouts: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for entry, directory in items:
         if entry.format not in FORMATS:
             raise CorruptError(
                 files.join(directory, entry.file),
                 f"expected a format among {list(FORMATS)}, got {entry.format!r}.",
             )
-        layout = id(entry.parts), entry.shape[:2]
+        layout = id(entry.parts), id(entry.schema), entry.shape[:2]
         num_bytes = layouts.get(layout)
         if num_bytes is None:
-            if len(entry.parts) != len(schema.columns) or not entry.parts:
+            own = entry.schema or schema
+            if len(entry.parts) != len(own.columns) or not entry.parts:
                 raise CorruptError(
                     files.join(directory, entry.file),
-                    f"expected {len(schema.columns)} columns in the index, got {len(entry.parts)}.",
+                    f"expected {len(own.columns)} columns in the index, got {len(entry.parts)}.",
                 )
             try:
-                schema.check_rows([part.rows for part in entry.parts], *entry.shape[:2])
+                own.check_rows([part.rows for part in entry.parts], *entry.shape[:2])
             except SchemaError as error:
                 raise CorruptError(files.join(directory, entry.file), str(error)) from error
-            num_bytes = layouts[layout] = _fewest_bytes(entry.parts, schema)
+            num_bytes = layouts[layout] = _fewest_bytes(entry.parts, own)
         if num_bytes > entry.size_bytes:
             raise CorruptError(
                 files.join(directory, entry.file),

@@ -19,6 +19,7 @@ from typing import Any
 
 from mmbuf import checkpoint, files, index
 from mmbuf.arguments import rank_of, told
+from mmbuf.columns import REMEDY, check_alike, union, union_of
 from mmbuf.errors import CorruptError, MmbufError, SchemaError
 from mmbuf.index import Changes, JournalReader
 from mmbuf.locations import is_pattern, matches
@@ -63,9 +64,10 @@ class Stores:
     """The stores of absolute ``paths``. For one thread at a time.
 
     Keys are the trajectory ids of a single store, and pairs (directory, id) for a list or pattern.
-    ``shard`` is (rank, world_size). A ``damage`` list takes what is wrong with files of RLinf's,
-    which are left out then; others are not looked at. FileNotFoundError where a directory holds
-    no store; a pattern may match nothing yet.
+    ``shard`` is (rank, world_size). ``is_common``: trajectories may have several schemas, else they
+    are a SchemaError. A ``damage`` list takes what is wrong with files of RLinf's, which are left
+    out then; others are not looked at. FileNotFoundError where a directory holds no store; a
+    pattern may match nothing yet.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class Stores:
         shard: tuple[int, int] | None,
         *,
         follow: bool,
+        is_common: bool = False,
         damage: list[CorruptError] | None = None,
     ) -> None:
         self.paths = paths
+        self._is_common = is_common
         # For good: what is called so may come and go.
         self._patterns = {path for path in paths if is_pattern(path)}
         self.is_single = not is_list and not self._patterns
@@ -92,8 +96,8 @@ class Stores:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema that all stores share; None while there is no trajectory."""
-        return next(iter(self._schemas.values()), None)
+        """The columns of all stores; None while there is no trajectory."""
+        return union_of(self._schemas.values())
 
     @property
     def num_stores(self) -> int:
@@ -252,7 +256,7 @@ class Stores:
                 self._schemas.pop(directory, None)
             return
         assert schema is not None
-        self._check_schema(directory, schema)
+        self._check_schema(directory, schema, changes)
         self._schemas[directory] = schema
         salt = zlib.crc32(files.name_of(directory).encode("utf-8", "surrogateescape"))
         for trajectory_id, (entry, number) in changes.added.items():
@@ -261,10 +265,24 @@ class Stores:
                 keys[trajectory_id] = key
                 news.come[key] = (key, entry, directory)
 
-    def _check_schema(self, directory: str, schema: Schema) -> None:
+    def _check_schema(self, directory: str, schema: Schema, changes: Changes) -> None:
+        """SchemaError unless what came fits to all others."""
+        if not self._is_common:
+            own = {id(e.schema): e.schema or schema for e, _ in changes.added.values()}
+            before = [self._schemas[directory]] if self._keys[directory] else []
+            check_alike(directory, list(dict.fromkeys([*before, *own.values()])))
         for other, known in self._schemas.items():
-            if other != directory and known != schema:
-                raise SchemaError(f"{directory}: expected {known} as in {other}, got {schema}.")
+            if other == directory:
+                continue
+            if self._is_common:
+                try:
+                    union(known, schema)
+                except SchemaError as error:
+                    raise SchemaError(f"{directory}, with {other}: {error}") from None
+            elif known != schema:
+                raise SchemaError(
+                    f"{directory}: expected {known} as in {other}, got {schema}. {REMEDY}"
+                )
 
 
 def _is_live(directory: str) -> bool:

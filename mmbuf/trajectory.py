@@ -256,6 +256,15 @@ def _rows_of(payload: Payload, position: int) -> torch.Tensor | list[str]:
     return column.tensor(rows[: payload.num_samples])
 
 
+def rows_of(item: Any) -> dict[str, Any]:
+    """The rows of an item's columns, nested: tensors ``[N, *S]``, or lists of N str; copies.
+
+    Steps that are left out of the rows are not in them. ``item`` and errors as of `fields_of`.
+    """
+    payload = measure(fields_of(item)[0])
+    return payload.schema.nest([_rows_of(payload, i) for i in range(len(payload.rows))])
+
+
 def fields_of(item: Any) -> tuple[dict[str, Any], int, str]:
     """``item`` as (nested dict of columns, max_episode_length, model_weights_id).
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmbuf import arguments, checkpoint, files, storage
+from mmbuf.columns import SAME, difference, is_common, union
 from mmbuf.entry import Entry, told_apart
 from mmbuf.errors import SchemaError
 from mmbuf.index import Contents
@@ -52,6 +53,7 @@ def merge(
     *,
     order: str = "interleaved",
     trajectory_format: str | None = None,
+    columns: str = SAME,
     on_progress: OnProgress | None = None,
 ) -> Transferred:
     """Bring all trajectories of ``sources`` together in the new directory ``target``.
@@ -63,6 +65,9 @@ def merge(
 
     A trajectory in a format that gives it a name of its own (``arrow``, ``npy``) is taken once,
     however many sources hold it. ``pt`` and ``pkl`` name equal files alike: all are taken.
+
+    With ``columns="common"`` sources may lack columns that others have: each trajectory keeps its
+    own. The target is then to be opened with ``columns="common"`` too.
 
     ValueError for an argument that is none, SchemaError unless all sources have the same columns,
     FileExistsError unless ``target`` is new or an empty directory, CorruptError for a file that is
@@ -86,7 +91,7 @@ def merge(
         found.sort(key=lambda pair: pair[1].added_at)
     distinct = _distinct(found)
     merged = Contents()
-    merged.schema = _common_schema(paths, parts)
+    merged.schema = _schema_of(paths, parts, is_mixed=is_common(columns))
     merged.metadata = _merged_metadata(parts)
     origins = {i: files.join(path, entry.file) for i, (path, entry) in enumerate(distinct)}
     entries = (dataclasses.replace(entry, trajectory_id=i) for i, (_, entry) in enumerate(distinct))
@@ -181,7 +186,8 @@ class _Transfer:
             assert contents.schema is not None
             origin = self._origins[entry.trajectory_id]
             # A private mapping of the file costs no memory of its own.
-            entry = storage.copy(origin, entry, contents.schema, path, format_name, can_map=True)
+            schema = entry.schema or contents.schema
+            entry = storage.copy(origin, entry, schema, path, format_name, can_map=True)
             self._count(entry)
             return entry
 
@@ -279,34 +285,28 @@ def _origins(path: str, contents: Contents) -> dict[int, str]:
     return {i: files.join(path, entry.file) for i, entry in contents.entries.items()}
 
 
-def _common_schema(paths: list[str], parts: list[Contents]) -> Schema | None:
-    """The schema of all that are not empty; SchemaError if there are two."""
+def _schema_of(paths: list[str], parts: list[Contents], *, is_mixed: bool) -> Schema | None:
+    """The schema of all that are not empty; SchemaError if there are two.
+
+    ``is_mixed``: the union, and SchemaError where they do not fit together.
+    """
     first, schema = "", None
     for path, part in zip(paths, parts, strict=True):
         if not part.entries or part.schema is None:
             continue
         if schema is None:
             first, schema = path, part.schema
+        elif is_mixed:
+            try:
+                schema = union(schema, part.schema)
+            except SchemaError as error:
+                raise SchemaError(f"{path}: {error}") from None
         elif part.schema != schema:
-            raise SchemaError(f"{path}: {difference(schema, part.schema, first)}")
-    return schema
-
-
-def difference(expected: Schema, got: Schema, where: str) -> str:
-    """What keeps two schemas that differ from being one; the first is that of ``where``."""
-    columns = {column.path: column for column in got.columns}
-    for column in expected.columns:
-        other = columns.pop(column.path, None)
-        if other != column:
-            return (
-                f"column {column.name!r}: expected {column} as in {where}, got {other or 'none'}."
+            raise SchemaError(
+                f"{path}: {difference(schema, part.schema, first)} Merge with columns "
+                f'"common" where some may lack columns of others.'
             )
-    for column in columns.values():
-        return f"column {column.name!r}: expected none as in {where}, got {column}."
-    return (
-        f"expected the columns in the order {[column.name for column in expected.columns]} "
-        f"as in {where}, got {[column.name for column in got.columns]}."
-    )
+    return schema
 
 
 def _merged_metadata(parts: list[Contents]) -> dict[str, Any]:

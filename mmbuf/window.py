@@ -26,6 +26,7 @@ from mmbuf.batch import (
     Batch,
     Leaf,
     check_free,
+    check_lacks,
     check_room,
     nested,
     numpy_of,
@@ -35,7 +36,7 @@ from mmbuf.batch import (
 )
 from mmbuf.cache import STATS, Origins, TrajectoryCache
 from mmbuf.entry import Entry
-from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError
+from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, SchemaError
 from mmbuf.forks import ChangeLock
 from mmbuf.notebook import Shown, told_bytes
 from mmbuf.places import Slot
@@ -100,8 +101,18 @@ class Window:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema of the trajectories, None while there are none."""
+        """The columns of a batch, None while there are no trajectories."""
+        return self.cache.shown_schema if self.cache is not None and self.entries else None
+
+    @property
+    def union(self) -> Schema | None:
+        """All columns that trajectories may share, None while there are none."""
         return self.cache.schema if self.cache is not None and self.entries else None
+
+    @property
+    def own_schemas(self) -> list[Schema]:
+        """Those by which trajectories were taken in."""
+        return [] if self.cache is None else self.cache.schemas
 
     @property
     def trajectory_ids(self) -> list[Any]:
@@ -115,8 +126,14 @@ class Window:
         return ids[-self._window_size :] if self._window_size else ids
 
     def begin(self, schema: Schema) -> TrajectoryCache:
-        """The cache for trajectories of ``schema``, made if there is none yet; of an empty list."""
+        """The cache for trajectories of ``schema`` too, made if there is none yet.
+
+        SchemaError where it does not fit to those in the list.
+        """
         former = self.cache
+        if former is not None and self.entries:
+            former.admit(schema)
+            return former
         if former is not None and former.schema != schema:
             self.cache = None  # in this order: there may be no memory for another
             former.close()
@@ -397,7 +414,7 @@ class Window:
             cache = self.cache
             if cache is None:
                 raise EmptyBufferError("sample: expected rows to draw from, got none.")
-            check_room(cache.schema, num_chunks)
+            check_room(cache.shown_schema, num_chunks)
             try:
                 if sampler is not None or with_info:
                     return self._sample_by(
@@ -405,9 +422,10 @@ class Window:
                     )
                 draw = partial(uniform, self.generator, num_chunks)
                 if out is None:
-                    batch = nested(cache.schema, cache.gather(draw))
+                    batch = nested(*cache.gather(draw))
                 else:
-                    cache.gather(draw, targets(cache.schema, out, (num_chunks,)))
+                    into = partial(_targets, cache, out=out, shape=(num_chunks,))
+                    cache.gather(draw, into)
                     batch = out  # type: ignore[assignment]
             except EmptyBufferError:
                 if cache is self.cache:  # else another schema's has taken its place
@@ -433,8 +451,8 @@ class Window:
         has_info = bool(with_info) or sampler.needs_info
         info = with_info if isinstance(with_info, str) else sampler.info
 
-        def into(draw: Draw) -> list[Leaf] | None:
-            check_free(cache.schema, [*draw.added, *([info] if has_info else [])])
+        def into(schema: Schema, draw: Draw) -> list[Leaf] | None:
+            check_free(schema, [*draw.added, *([info] if has_info else [])])
             if has_info and info in draw.added:
                 raise ValueError(
                     f"with_info: expected another name than those that the sampler adds, "
@@ -442,18 +460,18 @@ class Window:
                 )
             if out is None:
                 return None
-            return targets(cache.schema, out, draw.shape or (len(draw.rows),))
+            return _targets(cache, schema, out, draw.shape or (len(draw.rows),))
 
-        leaves, draw, origins = cache.sample(
+        schema, leaves, draw, origins = cache.sample(
             lambda sight: sampler.draw(sight, num_chunks, self.generator),
             into,
             delivery,
             has_info=has_info,
         )
-        batch = nested(cache.schema, leaves, draw.shape)
+        batch = nested(schema, leaves, draw.shape)
         if out is not None:
             if draw.shape:
-                put_text(cache.schema, out, batch)
+                put_text(schema, out, batch)
             batch = out  # type: ignore[assignment]
         for name, values in draw.added.items():
             batch[name] = torch.from_numpy(values)
@@ -477,7 +495,13 @@ class Window:
         def fill(out: Batch | None) -> Batch:
             return self._sample(num_chunks, out if is_even else None, sampler, with_info, delivery)
 
-        return staging.send((num_chunks, sampler, with_info, self.schema), fill)
+        while True:
+            schema = self.schema
+            try:
+                return staging.send((num_chunks, sampler, with_info, schema), fill)
+            except SchemaError:
+                if self.schema is schema:  # else a batch has other columns by now
+                    raise
 
     def _own(self, sampler: Sampler) -> None:
         """ValueError for a sampler that belongs to another, TypeError for what is none."""
@@ -530,7 +554,7 @@ class Window:
             cache = self.cache
             if cache is None:  # all are gone by now
                 continue
-            schema = cache.schema
+            schema = entry.schema or cache.schema
             leaves = None
             if slot is not None and slot.entry.uuid != entry.uuid:
                 slot = None
@@ -585,8 +609,9 @@ class Window:
                 slot = slots[entry.uuid]
                 try:
                     if source:
+                        schema = known.schema or cache.schema
                         return storage.copy(
-                            source, known, cache.schema, path, format_name, can_map=self._can_map
+                            source, known, schema, path, format_name, can_map=self._can_map
                         )
                     lent = None if slot is None else lend(slot)
                     assert lent is not None
@@ -595,7 +620,7 @@ class Window:
                     lent = None if slot is None else lend(slot)
                     if lent is None:
                         raise
-                return storage.write(path, entry, cache.schema, *lent, format_name)
+                return storage.write(path, entry, entry.schema or cache.schema, *lent, format_name)
 
             yield entries, put
 
@@ -715,6 +740,15 @@ class Window:
         if self.cache is not None:
             self.cache.renew_locks()
         self._on_fork()
+
+
+def _targets(
+    cache: TrajectoryCache, schema: Schema, out: Mapping[str, Any], shape: tuple[int, ...]
+) -> list[Leaf]:
+    """The memory of ``out`` for a batch of ``schema``; SchemaError if it is not such a batch."""
+    if schema is not cache.schema:
+        check_lacks(out, schema, cache.schema)
+    return targets(schema, out, shape)
 
 
 def _info(origins: Origins, shape: tuple[int, ...]) -> Batch:

@@ -409,9 +409,10 @@ class TrajectoryWriter:
         path = files.join(self._index.directory, file)
         entry = dataclasses.replace(entry, file=file)
         rows, texts = cache.lend(slot)
-        entry = storage.write(path, entry, cache.schema, rows, texts, self._format_name)
+        schema = slot.layout.schema
+        entry = storage.write(path, entry, schema, rows, texts, self._format_name)
         try:
-            self._index.add(cache.schema, entry)
+            self._index.add(schema, entry)
         except BaseException:
             files.remove(path)
             raise

@@ -79,7 +79,7 @@ class Store:
 
     def gather(self, draw: Callable[[int, int], Array] = np.arange) -> dict[str, Any]:
         """By default all rows of the window, oldest first."""
-        return self.schema.nest(self.cache.gather(draw))
+        return self.schema.nest(self.cache.gather(draw)[1])
 
     def codes(self) -> list[int]:
         return data.codes_of(self.gather()).tolist()  # type: ignore[no-any-return]
@@ -166,7 +166,7 @@ def hold_gather(store_cache: TrajectoryCache) -> tuple[Gate, InThread]:
         gate.pass_through()
         return np.arange(low, high)
 
-    held = InThread(lambda: store_cache.gather(draw))
+    held = InThread(lambda: store_cache.gather(draw)[1])
     gate.wait()
     return gate, held
 
@@ -189,7 +189,7 @@ def window_codes(sampled: TrajectoryReplayBuffer | ReplayReader) -> list[int]:
     """The codes of all rows of the window, oldest first."""
     inner = sampled._window.cache
     assert inner is not None
-    return data.codes_of(inner.schema.nest(inner.gather(np.arange))).tolist()  # type: ignore[no-any-return]
+    return data.codes_of(inner.schema.nest(inner.gather(np.arange)[1])).tolist()  # type: ignore[no-any-return]
 
 
 def saving(path: Path, **options: Any) -> TrajectoryReplayBuffer:
@@ -303,7 +303,7 @@ def test_bits_of_every_dtype_come_back_at_every_moment(
     expected = [data.bits(leaf[:, 0][torch.from_numpy(order)]) for leaf in fields.values()]
 
     def found() -> list[bytes]:
-        leaves = store.cache.gather(lambda low, _: low + order)
+        _, leaves = store.cache.gather(lambda low, _: low + order)
         return [data.bits(leaf) for leaf in leaves]
 
     slot = store.put(0, fields)
@@ -357,7 +357,7 @@ def test_200_001_steps_come_back_in_order(tmp_path: Path) -> None:
         buffer.flush()
         inner = buffer._window.cache
         assert inner is not None
-        rows = inner.gather(np.arange)[0]
+        rows = inner.gather(np.arange)[1][0]
         whole = buffer.get_trajectory(0).rewards
     assert np.array_equal(rows, np.arange(200_001))
     assert torch.equal(whole, fields["rewards"])
@@ -605,7 +605,7 @@ def test_memory_of_what_is_evicted_is_given_back_when_the_gather_ends(
         gate.pass_through()
         return np.array([low])
 
-    held = InThread(lambda: store.cache.gather(draw))
+    held = InThread(lambda: store.cache.gather(draw)[1])
     gate.wait()
     store.put(1, fields, is_written=True)
     store.cache.reclaim()
@@ -812,7 +812,7 @@ for number, options in enumerate([{"cache_size": 0}, {"enable_cache": False}]):
         may_go_on.set()
         buffer.flush()
         inner = buffer._window.cache
-        codes = data.codes_of(inner.schema.nest(inner.gather(np.arange)))
+        codes = data.codes_of(inner.schema.nest(inner.gather(np.arange)[1]))
         print(codes.tolist() == [i * 1_000_000 + row for i in range(9) for row in range(200)])
 """
 
@@ -1355,7 +1355,7 @@ def test_opening_reads_no_data_file_and_sampling_opens_only_what_is_drawn(
         after_opening = list(opens)
         inner = reader._window.cache
         assert inner is not None
-        leaves = inner.gather(lambda low, _: low + np.array([210, 60, 249, 61]))
+        _, leaves = inner.gather(lambda low, _: low + np.array([210, 60, 249, 61]))
         codes = data.codes_of(inner.schema.nest(leaves)).tolist()
     assert after_opening == []
     assert sorted(opens) == ["trajectory_1_.arrow", "trajectory_4_.arrow"]

@@ -1249,9 +1249,10 @@ def test_a_dataset_of_readers_pickles_and_begins_anew(tmp_path: Path) -> None:
         assert len(take(dataset, 5)) == 5
 
 
-def test_a_dataset_of_a_buffer_says_that_it_does_not_pickle(made: Made) -> None:
+def test_a_dataset_of_a_buffer_with_files_says_that_it_does_not_pickle(tmp_path: Path) -> None:
     with (
-        ReplayBufferDataset(made(0), None, 4, 1, 0) as dataset,
+        opened(tmp_path) as buffer,
+        ReplayBufferDataset(buffer, None, 4, 1, 0) as dataset,
         pytest.raises(TypeError, match=r"use ReplayReader\(path\)"),
     ):
         pickle.dumps(dataset)

@@ -273,7 +273,7 @@ def test_what_a_running_gather_looks_at_stays_valid(tmp_path: Path) -> None:
         assert cache is not None
 
         def gather() -> None:
-            codes.extend(codes_of(cache.schema.nest(cache.gather(draw))).tolist())
+            codes.extend(codes_of(cache.schema.nest(cache.gather(draw)[1])).tolist())
 
         thread = threading.Thread(target=gather)
         thread.start()

@@ -623,6 +623,8 @@ def test_a_journal_that_lies_about_the_columns_is_found_and_mended(tmp_path: Pat
         buffer.add_trajectories([{"a": torch.ones(4, 2), "b": torch.zeros(4, 2)}])
     contents = index.read(str(path))[0]
     contents.schema = Schema(reversed(contents.schema.columns))
+    entries = contents.entries.items()
+    contents.entries = {i: dataclasses.replace(entry, schema=None) for i, entry in entries}
     index.write_journal(str(path), contents)
     with ReplayReader(path) as reader, pytest.raises(CorruptError, match="column 'b': expected"):
         reader.sample(10)

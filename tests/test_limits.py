@@ -138,7 +138,7 @@ def sample_far_more_than_can_be_mapped(directory: Path, count: int, num_rows: in
         assert cache is not None
         for _ in range(14):
             rows = generator.integers(0, count * num_rows, 1024)
-            leaves = cache.gather(lambda low, _, rows=rows: low + rows)  # type: ignore[misc]
+            _, leaves = cache.gather(lambda low, _, rows=rows: low + rows)  # type: ignore[misc]
             batch = cache.schema.nest([torch.from_numpy(leaf) for leaf in leaves])
             expected = rows // num_rows % 20 * 1000 + rows % num_rows
             assert np.array_equal(batch["code"].numpy(), expected)

@@ -34,7 +34,7 @@ def test_the_code_of_the_readme_runs_block_after_block(tmp_path: Path) -> None:
     assert "torch.Size([50, 8, 1])" in ran.stdout
     assert "[0, 1]" in ran.stdout
     assert "40 16000" in ran.stdout
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
 
 
 def test_the_test_command_is_the_one_that_continuous_integration_runs() -> None:

@@ -142,21 +142,29 @@ class Rows(ABC):
 class TrajectoryRows(Rows):
     """Those of one trajectory. Its file is opened when it is first needed.
 
-    For one thread at a time, until ``stack`` closes; what was given out stays good.
-    FileNotFoundError where there is no file, CorruptError unless it can be the one of ``entry``.
+    ``schema`` are columns that it has; it may have others. For one thread at a time, until
+    ``stack`` closes; what was given out stays good. FileNotFoundError where there is no file,
+    CorruptError unless it can be the one of ``entry``.
     """
 
     def __init__(self, entry: Entry, directory: str, schema: Schema, stack: ExitStack) -> None:
         super().__init__(schema, [entry], [directory])
         self.entry = entry
+        self._own = entry.schema or schema
         self._path = files.join(directory, entry.file)
         self._stack = stack
         self._format = storage.FORMATS[entry.format]
 
     @cached_property
     def _source(self) -> storage.Source:
-        opened = self._format.opened(self._path, self.entry, self.schema, is_checked=False)
+        opened = self._format.opened(self._path, self.entry, self._own, is_checked=False)
         return self._stack.enter_context(opened)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Of each column its position in the file."""
+        places = {column.path: i for i, column in enumerate(self._own.columns)}
+        return [places[column.path] for column in self.schema.columns]
 
     def rows(self, position: int) -> Array:
         """A column's rows ``[N, *S]`` in storage dtype (not text).
@@ -167,15 +175,15 @@ class TrajectoryRows(Rows):
         column = self.schema.columns[position]
         shape, size = (self.num_rows, *column.row_shape), self.num_rows * column.row_bytes
         if self._format.CAN_MAP and size >= vm.MAP_THRESHOLD:
-            fd, offset = self._source.location(position)
+            fd, offset = self._source.location(self._places[position])
             memory = native.private_pages(fd, self._path, offset + size)
             return memory[offset:].view(column.storage).reshape(shape)
         rows = np.empty(shape, column.storage)
-        self._source.read_part(position, rows)
+        self._source.read_part(self._places[position], rows)
         return rows
 
     def text(self, position: int) -> Text:
-        codes, strings = self._source.read_text(position)
+        codes, strings = self._source.read_text(self._places[position])
         return codes[: self.num_rows], strings
 
     def read(self, positions: Sequence[int]) -> Piece:

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import errno
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -27,6 +28,7 @@ from mmbuf import storage, vm
 from mmbuf.analysis.episodes import Episodes, fact_columns, success_path
 from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
+from mmbuf.columns import SAME, common, is_common
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.files import directory_of, join, name_of
@@ -70,7 +72,9 @@ class Tables:
     `check_sizes`. Only `trajectories`, which reads no file, has it still.
 
     ``on_progress(done, total)`` is told of each trajectory that a scan has come to. ``roles`` says
-    which columns are reward and flags where their names do not, see `mmbuf.roles`.
+    which columns are reward and flags where their names do not, see `mmbuf.roles`. ``columns`` is
+    as in `TrajectoryReplayBuffer`: "common" takes trajectories with several schemas, and the tables
+    have the columns that all of them have.
 
     FileNotFoundError where there is no store, SchemaError where two do not fit together.
     Thread-safe.
@@ -83,20 +87,30 @@ class Tables:
         skip_damaged: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         roles: Told | None = None,
+        columns: str = SAME,
     ) -> None:
         said = checked(roles)
+        self._is_common = is_common(columns)
         self._paths, self._is_list = locations("path", path)
         self._on_progress = on_progress
         self._skips_damaged = skip_damaged
         self.skipped: dict[str, str] = {}
         stores, self._items = self._open()
-        self.schema: Schema | None = stores.schema
+        self.union: Schema | None = stores.schema
+        self.schema: Schema | None = self._common_schema()
         self.roles = Roles(self.schema, said)
         self._has_stores = not stores.is_single
 
     def _open(self) -> tuple[Stores, list[Item]]:
         damage: list[CorruptError] | None = [] if self._skips_damaged else None
-        stores = Stores(self._paths, self._is_list, None, follow=False, damage=damage)
+        stores = Stores(
+            self._paths,
+            self._is_list,
+            None,
+            follow=False,
+            is_common=self._is_common,
+            damage=damage,
+        )
         items = list(stores.open().come.values())
         self.skipped.update((error.path, error.what) for error in damage or ())
         if not stores.num_stores:
@@ -104,6 +118,27 @@ class Tables:
         if stores.schema is not None:
             storage.check_entries(stores.schema, [(entry, where) for _, entry, where in items])
         return stores, items
+
+    def _common_schema(self) -> Schema | None:
+        """The columns that all trajectories have."""
+        if self.union is None or not self._items:
+            return self.union
+        own = {id(entry.schema): entry.schema or self.union for _, entry, _ in self._items}
+        return common(self.union, list(dict.fromkeys(own.values())))
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """The columns that only some trajectories have, and how many these are."""
+        if self.union is None or self.schema == self.union:
+            return {}
+        numbers = Counter(id(entry.schema) for _, entry, _ in self._items)
+        paths = {id(e.schema): (e.schema or self.union).paths for _, e, _ in self._items}
+        shown = self.schema.paths if self.schema is not None else ()
+        return {
+            column.name: sum(n for of, n in numbers.items() if column.path in paths[of])
+            for column in self.union.columns
+            if column.path not in shown
+        }
 
     def __len__(self) -> int:
         """Number of trajectories."""
@@ -145,6 +180,7 @@ class Tables:
     def _of(self, items: list[Item]) -> Tables:
         part = copy.copy(self)
         part._items = items
+        part.schema = part._common_schema()
         return part
 
     @property

@@ -81,7 +81,7 @@ def _show_facts(facts: dict[str, Any]) -> None:
     show_grid(
         ["column", "dtype", "row shape", "bytes"],
         [
-            (c["name"], c["dtype"], str(tuple(c["row_shape"])), decimal(c["size_bytes"]))
+            (_name_of(c), c["dtype"], str(tuple(c["row_shape"])), decimal(c["size_bytes"]))
             for c in facts["columns"]
         ],
     )
@@ -154,15 +154,31 @@ def _num_episodes_of(tables: Tables) -> int | None:
 
 def _columns_of(tables: Tables) -> list[dict[str, Any]]:
     found = []
-    for position, column in enumerate(tables.schema.columns if tables.schema else ()):
+    left_out = tables.left_out
+    places: dict[int, dict[tuple[str, ...], int]] = {}  # of each schema
+    for column in tables.union.columns if tables.union else ():
         size = 0
         for entry, _ in tables.entries:
+            own = entry.schema or tables.union
+            assert own is not None
+            if id(own) not in places:
+                places[id(own)] = {c.path: i for i, c in enumerate(own.columns)}
+            position = places[id(own)].get(column.path)
+            if position is None:
+                continue
             part = entry.parts[position]
             table = part.table
             size += part.rows * column.row_bytes
             size += 0 if table is None else table.num_bytes + 4 * (table.num_strings + 1)
-        found.append(_described(column) | {"size_bytes": size})
+        of_some = {"num_trajectories": n} if (n := left_out.get(column.name)) is not None else {}
+        found.append(_described(column) | {"size_bytes": size} | of_some)
     return found
+
+
+def _name_of(column: dict[str, Any]) -> str:
+    """As it is shown; with the number of trajectories where only some have it."""
+    number = column.get("num_trajectories")
+    return column["name"] if number is None else f"{column['name']} (of {number:,} trajectories)"
 
 
 def _described(column: Column) -> dict[str, Any]:

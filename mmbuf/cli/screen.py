@@ -57,6 +57,7 @@ def tables_of(
         paths if len(paths) > 1 else paths[0],
         on_progress=show,
         roles=parsed(role or ()),
+        columns="common",
         skip_damaged=skip_damaged and trajectory is None,
     )
     if trajectory is None:

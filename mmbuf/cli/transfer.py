@@ -48,6 +48,9 @@ def merge(
         ),
     ] = "interleaved",
     trajectory_format: OptionalFormat = None,
+    columns: Annotated[
+        str, typer.Option(help="same: of all sources; common: some may lack columns of others.")
+    ] = "same",
     as_json: AsJson = False,
 ) -> None:
     """Bring the trajectories of several stores together in a new one, numbered anew."""
@@ -57,6 +60,7 @@ def merge(
             target,
             order=order,
             trajectory_format=trajectory_format,
+            columns=columns,
             on_progress=on_progress,
         )
     _tell(result, target, as_json)

@@ -90,7 +90,7 @@ class Followed:
         self._paths = [location("path", path) for path in paths]
         self._window_size = window_size
         self._told = roles
-        self._stores = Stores(self._paths, len(paths) > 1, None, follow=True)
+        self._stores = Stores(self._paths, len(paths) > 1, None, follow=True, is_common=True)
         self._items: dict[Hashable, Item] = {}  # oldest first
         self._disk_bytes: dict[Hashable, int] = {}
         self._returns: dict[str, list[float]] = {}  # by uuid
@@ -170,8 +170,9 @@ class Followed:
         assert schema is not None
         try:
             with ExitStack() as stack:
-                roles = Roles(schema, self._told)
-                episodes = Episodes(TrajectoryRows(entry, directory, schema, stack), roles)
+                rows = TrajectoryRows(entry, directory, entry.schema or schema, stack)
+                roles = Roles(rows.schema, self._told)
+                episodes = Episodes(rows, roles)
                 returns = episodes.returns
                 if returns is None:
                     return []

@@ -19,6 +19,7 @@ import numpy as np
 
 from mmbuf import arguments, checkpoint, files
 from mmbuf.batch import check_room
+from mmbuf.columns import COMMON, SAME, is_common
 from mmbuf.errors import BAD_JSON, ClosedError, CorruptError, EmptyBufferError
 from mmbuf.locations import location
 from mmbuf.packages import optional_package
@@ -116,6 +117,11 @@ class RayReplayBuffer:
                 raise TypeError(
                     f"{taken}: expected the stores in path, got an argument of its own."
                 )
+        if is_common(buffer_arguments.get("columns", SAME)):
+            raise ValueError(
+                f"columns: expected {SAME!r}, since a batch of several shards has one schema, "
+                f"got {COMMON!r}. Open their stores with a ReplayReader for that."
+            )
         nodes = placed(num_shards, placement)
         limits = (sample_window_size, on_lost, prefetch, refresh_s, timeout_s)
         config = Config(pattern_of(path), nodes, seed, *limits)

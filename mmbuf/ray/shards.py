@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from mmbuf.columns import difference
 from mmbuf.errors import SchemaError
 from mmbuf.packages import optional_package
 from mmbuf.ray.remote import AwayError, Ref, RemoteShard, ShardError, Span, window_of
 from mmbuf.ray.shard import Config, Update
 from mmbuf.schema import Schema
-from mmbuf.transfer import difference
 
 ray = optional_package("ray", "ray")
 
