@@ -455,7 +455,7 @@ def test_damage_before_a_valid_line_is_corrupt_at_every_byte(tmp_path: Path) -> 
 def test_a_writer_leaves_a_damaged_journal_as_it_is(tmp_path: Path) -> None:
     write_store(tmp_path, 2)
     path = tmp_path / JOURNAL
-    damaged = path.read_bytes().replace(b'"version": 1', b'"version": 3')
+    damaged = path.read_bytes().replace(b'"version": 1', b'"version": 4')
     path.write_bytes(damaged)
     with pytest.raises(CorruptError, match="a damaged line before a valid one") as error:
         TrajectoryIndex(str(tmp_path))
@@ -644,11 +644,11 @@ def test_an_id_may_come_again_after_its_drop(tmp_path: Path) -> None:
 
 
 def test_a_newer_version_is_refused_by_path(tmp_path: Path) -> None:
-    append(tmp_path, line_of({"event": "schema", "version": 3, "columns": "of another kind"}))
+    append(tmp_path, line_of({"event": "schema", "version": 4, "columns": "of another kind"}))
     with pytest.raises(VersionError) as error:
         index.read(str(tmp_path))
     assert str(error.value) == (
-        f"{tmp_path / JOURNAL}: expected store version 2 or older, got 3. Update mmbuf."
+        f"{tmp_path / JOURNAL}: expected store version 3 or older, got 4. Update mmbuf."
     )
     with pytest.raises(VersionError):
         TrajectoryIndex(str(tmp_path))
@@ -1431,15 +1431,15 @@ def test_an_index_that_is_no_json_object_is_corrupt(tmp_path: Path, data: bytes)
 
 def test_a_checkpoint_of_a_newer_version_is_refused_by_path(tmp_path: Path) -> None:
     path = Path(write_checkpoint(tmp_path, 1))
-    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 4'))
     with pytest.raises(VersionError) as error:
         index.read(str(tmp_path))
-    assert str(error.value).startswith(f"{path}: expected store version 2 or older, got 3")
+    assert str(error.value).startswith(f"{path}: expected store version 3 or older, got 4")
 
 
 def test_an_empty_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     index.write_snapshots(str(tmp_path), Contents(), {})
     path = tmp_path / INDEX
-    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 4'))
     with pytest.raises(VersionError):
         index.read(str(tmp_path))

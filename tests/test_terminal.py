@@ -224,7 +224,7 @@ def test_mistakes_are_told_without_obeying_names(
 ) -> None:
     other = tmp_path / "other"
     with opened(other) as buffer:
-        buffer.add_trajectories([rollout("x") | {"y" + HOSTILE: torch.ones(3, 2)}])
+        buffer.add_trajectories([rollout("x") | {"curr_obs": {HOSTILE: torch.ones(3, 2, 5)}}])
     for arguments in (
         ["merge", store, other, tmp_path / "target"],
         ["stats", store, other],
@@ -262,8 +262,11 @@ def test_files_that_are_damaged_are_named_by_their_escapes(
     assert ran.exit_code == 1
     check(ran.output)
     assert r"trajectory_9_\x1b[31m.arrow" in ran.output
-    found = mistake("stats", store, monkeypatch=monkeypatch)
-    assert SHOWN[:12] in found
+    ran = CliRunner().invoke(cli.app, ["stats", str(store)])
+    assert ran.exit_code == 1
+    check(ran.output)
+    assert SHOWN[:12] in ran.stderr
+    assert "mmbuf verify" in mistake("merge", store, store / "x", monkeypatch=monkeypatch)
     run("repair", store, "--dry-run")
     run("repair", store)
 

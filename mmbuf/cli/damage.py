@@ -43,10 +43,10 @@ def tell_skipped(tables: Tables) -> None:
         stores[files.directory_of(path)] = None
     total = len(listed | skipped.keys())
     told = f"mmbuf: left out {len(skipped):,} of {total:,} trajectories."
-    print(printable(" ".join([told, *map(_commands, stores)])), file=sys.stderr)
+    print(" ".join([told, *map(_commands, stores)]), file=sys.stderr)
     raise typer.Exit(1)
 
 
 def _commands(store: str) -> str:
-    name = shlex.quote(store)
+    name = printable(shlex.quote(store))
     return f"All that is wrong: mmbuf verify {name}. To set it aside: mmbuf repair {name}"
