@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mmbuf import shield, vm
-from mmbuf.columns import common
+from mmbuf.columns import common, union_of
 from mmbuf.entry import Entry
 from mmbuf.errors import ClosedError, CorruptError, EmptyBufferError, SchemaError
 from mmbuf.places import RESERVED_BYTES, Layout, Place, Places, Slot
@@ -98,6 +98,11 @@ class Sight:
         schema: Schema = self.view.shown.schema
         return schema
 
+    @property
+    def union(self) -> Schema:
+        union: Schema = self.view.union
+        return union
+
     def read(self, paths: Sequence[Path], rows: Array) -> list[Leaf]:
         return self._cache.read(self.view, paths, rows)
 
@@ -135,7 +140,8 @@ class TrajectoryCache:
         self._shown = self._places.first
         self._num_of: dict[Layout, int] = {}  # how many slots of the window have which columns
         self._shown_of: set[Layout] = set()  # whose common columns they are
-        self._view = View(self._table, is_filled=True, shown=self._shown)
+        self._union: Schema | None = self._shown.schema
+        self._view = View(self._table, True, self._shown, self._union)
         self._is_closed = False
         self._slots: dict[int, Slot] = {}
         self._resident: deque[Slot] = deque()  # those with a place, oldest first
@@ -600,7 +606,8 @@ class TrajectoryCache:
             self._shown_of = set(self._num_of)
             schemas = [layout.schema for layout in self._num_of]
             self._shown = self._layout_of(common(self._places.schema, schemas))
-        view = View(self._table, self._num_unfilled == 0, self._shown)
+            self._union = union_of(schemas)
+        view = View(self._table, self._num_unfilled == 0, self._shown, self._union)
         old, self._view = self._view, view
         self._busy = [view for view in (*self._busy, old) if view.pins]
         for retired in leaving:

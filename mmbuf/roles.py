@@ -122,11 +122,16 @@ def parsed(options: Iterable[str]) -> dict[str, list[str]]:
 class Roles:
     """The roles of the columns of one schema (None: of no columns). Immutable.
 
+    Where these are the columns that all of some trajectories have, ``union`` are those that any of
+    them has: flags of ends that only some have are told as unclear.
+
     What is unclear is a SchemaError of whoever asks for it, and of nobody else. So is a column that
     ``roles`` names and that there is not, here.
     """
 
-    def __init__(self, schema: Schema | None, roles: Told | None = None) -> None:
+    def __init__(
+        self, schema: Schema | None, roles: Told | None = None, *, union: Schema | None = None
+    ) -> None:
         columns = () if schema is None else schema.columns
         self._names = {column.path: column.name for column in columns}
         self._said = checked(roles) if columns else {}
@@ -139,6 +144,13 @@ class Roles:
         self._learn_columns(path for path in rest if path in numbers)
         roles_found = {path for paths in self._found.values() for path in paths}
         self._learn_next_states([path for path in rest if path not in roles_found])
+        self._missed: dict[str, list[str]] = {}  # flags that not all have, by role
+        if union is not None and union is not schema:
+            of_any = Roles(union, roles)
+            for role in _ENDS:
+                paths = [path for path in of_any._found[role] if path not in self._names]
+                if paths:
+                    self._missed[role] = [of_any._names[path] for path in paths]
 
     # -- what is asked -----------------------------------------------------------------------
 
@@ -172,7 +184,14 @@ class Roles:
         """The flags that say where an episode ends: of either kind, or else those of each kind."""
         if self.done is not None:
             return [self.done]
-        return [path for path in (self.termination, self.truncation) if path is not None]
+        found = [path for path in (self.termination, self.truncation) if path is not None]
+        if self._missed and len(found) < 2:
+            role, (name, *_) = next(iter(self._missed.items()))
+            raise SchemaError(
+                f"column {name!r}: expected in all trajectories, since it says where episodes end, "
+                f"got some that lack it. Leave those out, or go without: roles={{{role!r}: None}}."
+            )
+        return found
 
     @property
     def flags(self) -> list[Path]:
@@ -237,6 +256,8 @@ class Roles:
             for role, paths in self._found.items()
             if len(paths) > 1
         }
+        if not self._found[DONE] and not (self._found[TERMINATION] and self._found[TRUNCATION]):
+            found |= self._missed
         lone = [self._names[path] for path in self._lone]
         return found | ({NEXT: lone} if lone else {})
 

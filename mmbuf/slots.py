@@ -56,7 +56,8 @@ class View:
     ``low`` and ``high`` bound the window's row numbers, ``first`` and ``stop`` the indices of its
     slots; slot ``i`` has the rows from ``starts[i]`` to ``starts[i + 1]`` and ``facts[:, i]``, the
     fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, ``pins`` are the
-    gathers that go on, and ``shown`` is the `places.Layout` of the columns that every slot has.
+    gathers that go on, ``shown`` is the `places.Layout` of the columns that every slot has, and
+    ``union`` the `Schema` of those that any slot has.
     """
 
     __slots__ = (
@@ -77,10 +78,14 @@ class View:
         "shown",
         "starts",
         "stop",
+        "union",
     )
 
-    def __init__(self, table: SlotTable, is_filled: bool, shown: Any = None) -> None:
+    def __init__(
+        self, table: SlotTable, is_filled: bool, shown: Any = None, union: Any = None
+    ) -> None:
         self.shown = shown
+        self.union = union
         self.first, self.stop = first, stop = table.first, table.stop
         self.starts = table.starts
         self.facts = table.facts

@@ -410,3 +410,41 @@ def test_tables_have_the_columns_that_all_have_and_say_what_some_lack(tmp_path: 
     one = tables.only(1)
     assert one.left_out == {}
     assert set(one.steps.to_arrow()["late"].to_pylist()[0]) == {1.0}
+
+
+@pytest.mark.parametrize("sampler", [Slices(2), NStep(2, 0.9)], ids=["slices", "nstep"])
+def test_flags_that_only_some_trajectories_have_are_not_passed_over(sampler: Any) -> None:
+    """Of a window that goes on without them episodes would end with their trajectories alone."""
+
+    def flagged(number: int, *flags: str) -> Any:
+        return trajectory(number, FEW) | {
+            name: torch.zeros(4, 3, dtype=torch.bool) for name in flags
+        }
+
+    with TrajectoryReplayBuffer(columns="common", sample_window_size=2) as buffer:
+        buffer.add_trajectories([flagged(0, "dones", "terminations", "truncations")])
+        buffer.add_trajectories([flagged(1, "terminations", "truncations")])
+        buffer.sample(9, sampler=sampler)  # these say each end too
+        buffer.add_trajectories([flagged(2, "terminations")])
+        with pytest.raises(SchemaError, match="'truncations': expected in all trajectories"):
+            buffer.sample(9, sampler=sampler)
+        buffer.add_trajectories([flagged(3)])
+        with pytest.raises(SchemaError, match=r"roles=\{'termination': None\}"):
+            buffer.sample(9, sampler=sampler)
+        buffer.add_trajectories([flagged(4)])  # none of the window has any
+        assert set(buffer.sample(99, sampler=sampler)["rewards"].reshape(-1).tolist()) >= {3.0}
+
+
+def test_a_part_of_the_tables_has_the_columns_and_the_roles_of_its_own(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, columns="common"
+    ) as buffer:
+        flags = {"dones": torch.ones(4, 3, dtype=torch.bool)}
+        buffer.add_trajectories([trajectory(0, FEW) | flags, trajectory(1, FEW)])
+    tables = Tables(tmp_path, columns="common")
+    assert tables.roles.unclear() == {"done": ["dones"]}
+    with pytest.raises(SchemaError, match="'dones': expected in all trajectories"):
+        tables.episodes.to_arrow()
+    assert [tables.only(i).episodes.to_arrow().num_rows for i in (0, 1)] == [12, 3]
+    told = Tables(tmp_path, columns="common", roles={"done": None})
+    assert told.episodes.to_arrow().num_rows == 6

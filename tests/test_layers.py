@@ -94,6 +94,7 @@ RANKS = {
     "exchange.layouts": 3,
     "exchange.hdf5": 13,
     "exchange.minari": 13,
+    "rlinf": 12,
     "ray.wire": 3,
     "ray.shard": 10,
     "ray.actors": 11,

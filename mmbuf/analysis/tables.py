@@ -28,7 +28,7 @@ from mmbuf import storage, vm
 from mmbuf.analysis.episodes import Episodes, fact_columns, success_path
 from mmbuf.analysis.rows import BlockRows, Rows, TrajectoryRows, field_of, is_wide
 from mmbuf.analysis.table import Table
-from mmbuf.columns import SAME, common, is_common
+from mmbuf.columns import SAME, common, is_common, union_of
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.files import directory_of, join, name_of
@@ -96,9 +96,9 @@ class Tables:
         self._skips_damaged = skip_damaged
         self.skipped: dict[str, str] = {}
         stores, self._items = self._open()
+        self._said = said
         self.union: Schema | None = stores.schema
-        self.schema: Schema | None = self._common_schema()
-        self.roles = Roles(self.schema, said)
+        self._take_columns()
         self._has_stores = not stores.is_single
 
     def _open(self) -> tuple[Stores, list[Item]]:
@@ -119,12 +119,14 @@ class Tables:
             storage.check_entries(stores.schema, [(entry, where) for _, entry, where in items])
         return stores, items
 
-    def _common_schema(self) -> Schema | None:
-        """The columns that all trajectories have."""
-        if self.union is None or not self._items:
-            return self.union
-        own = {id(entry.schema): entry.schema or self.union for _, entry, _ in self._items}
-        return common(self.union, list(dict.fromkeys(own.values())))
+    def _take_columns(self) -> None:
+        """Have the columns that all trajectories have."""
+        self.schema: Schema | None = self.union
+        if self.union is not None and self._items:
+            found = {id(entry.schema): entry.schema or self.union for _, entry, _ in self._items}
+            own = list(dict.fromkeys(found.values()))
+            self.schema, self.union = common(self.union, own), union_of(own)
+        self.roles = Roles(self.schema, self._said, union=self.union)
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -180,7 +182,7 @@ class Tables:
     def _of(self, items: list[Item]) -> Tables:
         part = copy.copy(self)
         part._items = items
-        part.schema = part._common_schema()
+        part._take_columns()
         return part
 
     @property

@@ -43,7 +43,7 @@ def tell_skipped(tables: Tables) -> None:
         stores[files.directory_of(path)] = None
     total = len(listed | skipped.keys())
     told = f"mmbuf: left out {len(skipped):,} of {total:,} trajectories."
-    print(" ".join([told, *map(_commands, stores)]), file=sys.stderr)
+    print(printable(" ".join([told, *map(_commands, stores)])), file=sys.stderr)
     raise typer.Exit(1)
 
 

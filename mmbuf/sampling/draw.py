@@ -63,6 +63,10 @@ class Sight(Protocol):
     def schema(self) -> Schema:
         """Of the rows."""
 
+    @property
+    def union(self) -> Schema:
+        """The columns that any of the trajectories has."""
+
     def read(self, paths: Sequence[Path], rows: Array) -> list[Any]:
         """These columns of these rows: arrays ``[len(rows), *S]`` in storage dtype, or list[str].
 

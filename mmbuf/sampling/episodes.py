@@ -32,7 +32,7 @@ class Episodes(Derived):
     def __init__(self, roles: Told | None = None) -> None:
         super().__init__()
         self._told = checked(roles)
-        self._roles: tuple[Schema | None, Roles] = (None, Roles(None))
+        self._roles: tuple[Schema | None, Schema | None, Roles] = (None, None, Roles(None))
         self._left = Fifo(np.uint16)
         # Side by side, since what is drawn from many episodes is not in the processor's caches.
         self._table = Fifo(np.int64, 3)
@@ -40,12 +40,13 @@ class Episodes(Derived):
         self._starts: dict[tuple[int, bool], Fifo] = {}  # see `starts`
         self._bases: dict[tuple[int, bool], int] = {}
 
-    def roles_in(self, schema: Schema) -> Roles:
+    def roles_in(self, sight: Sight) -> Roles:
         """The roles of the columns; SchemaError where the caller has named others."""
-        known, roles = self._roles
-        if schema is not known:
-            roles = Roles(schema, self._told)
-            self._roles = (schema, roles)
+        schema, union = sight.schema, sight.union
+        *known, roles = self._roles
+        if known[0] is not schema or known[1] is not union:
+            roles = Roles(schema, self._told, union=union)
+            self._roles = (schema, union, roles)
         return roles
 
     @property
@@ -104,7 +105,7 @@ class Episodes(Derived):
         self._left.drop(num_rows)
 
     def _add(self, sight: Sight, first: int, lengths: Array) -> None:
-        ends = self.roles_in(sight.schema).ends
+        ends = self.roles_in(sight).ends
         flags = [column_of(sight, path, "the ends of episodes") for path in ends]
         before = len(self._table)
         for block in blocks(lengths, _BLOCK_ROWS):

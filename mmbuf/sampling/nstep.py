@@ -142,7 +142,7 @@ class NStep(Follower):
         return self._episodes.left, stride_of(sight.view), self._columns_of(sight)
 
     def _columns_of(self, sight: Sight) -> _Columns:
-        roles = self._episodes.roles_in(sight.schema)
+        roles = self._episodes.roles_in(sight)
         reward = _floats_of(sight, roles.expected(REWARD, "NStep"))
         discount = None
         if roles.discount is not None:
