@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -43,6 +43,7 @@ from mmbuf.pool import MIN_BYTES, BatchPool
 from mmbuf.sampling.draw import Delivery, Draw, StaleSightError
 from mmbuf.schema import Array, Column, Path, Payload, Schema
 from mmbuf.slots import Facts, Pin, SlotTable, View
+from mmbuf.text import TextUse, WindowText, give_back
 
 _Seen = TypeVar("_Seen")
 Leaf = Any  # an array [K, *S] in storage dtype, or a list of K str
@@ -73,6 +74,7 @@ class _Retired:
     blockers: list[View]
     place: Place | None
     number: int | None
+    texts: list[TextUse] = field(default_factory=list)
 
 
 class _End:
@@ -148,6 +150,8 @@ class TrajectoryCache:
         self._num_unfilled = 0  # of the window
         self._busy: list[View] = []  # earlier views that gathers still use
         self._retired: deque[_Retired] = deque()
+        # Text of slots without a place, as it was read; given back with the view of that moment.
+        self._cold_texts: dict[tuple[Slot, WindowText], TextUse] = {}
         self._lock = threading.Lock()  # guards all of the above but what gathers read
         self._fill_lock = threading.Lock()  # one fill at a time; taken before _lock
         self._vm_lock = threading.Lock()  # a place is not given back while it is rewired; first
@@ -406,6 +410,7 @@ class TrajectoryCache:
                 retired = self._retired.popleft()
                 if retired.place is not None:
                     self._places.give_back(retired.place)
+                give_back(retired.texts)
                 if retired.number is not None:
                     self._slots.pop(retired.number, None)
 
@@ -488,6 +493,7 @@ class TrajectoryCache:
         with self._vm_lock, self._lock:
             self._places.close([retired.place for retired in self._retired if retired.place])
             self._retired.clear()
+            self._cold_texts.clear()
             self._slots.clear()
         self._pool.clear()
 
@@ -610,6 +616,9 @@ class TrajectoryCache:
         view = View(self._table, self._num_unfilled == 0, self._shown, self._union)
         old, self._view = self._view, view
         self._busy = [view for view in (*self._busy, old) if view.pins]
+        if self._cold_texts:
+            texts, self._cold_texts = [*self._cold_texts.values()], {}
+            leaving = [*leaving, _Retired([], None, None, texts)]
         for retired in leaving:
             retired.blockers = self._busy
             self._retired.append(retired)
@@ -814,7 +823,25 @@ class TrajectoryCache:
                 shield.check()
                 slot = self._slots[view.first_number + int(cold_slots[start])]
                 rows_of_slot = view.shown, local[start:stop], leaves, cold[start:stop]
-                self._read(slot, self._places.read_rows, slot, *rows_of_slot)
+                uses: list[TextUse] = []
+                try:
+                    self._read(slot, self._places.read_rows, slot, *rows_of_slot, uses)
+                finally:
+                    self._keep_cold_texts(slot, uses)
+
+    def _keep_cold_texts(self, slot: Slot, uses: list[TextUse]) -> None:
+        """Keep the strings until no gather has their codes, which those of this view may have.
+
+        Once for each slot: the use that is kept is given back when ours would be, or later.
+        """
+        if uses:
+            with self._lock:
+                again = [
+                    use
+                    for use in uses
+                    if self._cold_texts.setdefault((slot, use[0]), use) is not use
+                ]
+                give_back(again)
 
     def _read(self, slot: Slot, read: Callable[..., None], *arguments: Any) -> None:
         """Have the slot's file read; StaleSightError where it is no longer in the window.

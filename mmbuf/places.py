@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from mmbuf.columns import union
 from mmbuf.entry import Entry
 from mmbuf.errors import CorruptError
 from mmbuf.lane import Extent, Lane, lanes_of
-from mmbuf.schema import Array, Column, Path, Payload, Schema, TextTable
+from mmbuf.schema import Array, Column, Path, Payload, Schema
 from mmbuf.storage import Source
+from mmbuf.text import TextUse, WindowText, give_back
 
 RESERVED_BYTES = 8 << 40  # of the 128 TiB of addresses that a process has
 _MIN_RESERVED_BYTES = 64 << 20
@@ -35,10 +36,11 @@ _Home = tuple[int, int, Array]  # a lane, a range of it, all rows of that
 
 @dataclass(slots=True)
 class Place:
-    """An extent in each lane, and how many of the columns there are mapped."""
+    """An extent in each lane, how many of the columns there are mapped, and what text it uses."""
 
     extents: list[Extent]
     num_maps: int = 0
+    texts: list[TextUse] = field(default_factory=list)
 
 
 class Layout:
@@ -50,7 +52,11 @@ class Layout:
     """
 
     def __init__(
-        self, schema: Schema, homes: list[_Home | None], texts: dict[int, TextTable], num_lanes: int
+        self,
+        schema: Schema,
+        homes: list[_Home | None],
+        texts: dict[int, WindowText],
+        num_lanes: int,
     ) -> None:
         self.schema = schema
         self.homes = homes
@@ -106,7 +112,7 @@ class Places:
     def __init__(self, schema: Schema, *, can_map: bool, reserved_bytes: int) -> None:
         self.schema = Schema(())
         self.lanes: list[Lane] = []
-        self.texts: dict[Path, TextTable] = {}
+        self.texts: dict[Path, WindowText] = {}
         self._can_map = can_map
         self._reserved_bytes = reserved_bytes
         self._maps = vm.MapShare()
@@ -143,7 +149,7 @@ class Places:
                 for i, position in enumerate(lane.positions):
                     self._homes[new[position].path] = (lane_number, i, lane.arrays[i])
             self.lanes.extend(lanes)
-            self.texts |= {column.path: TextTable() for column in new if column.is_text}
+            self.texts |= {column.path: WindowText() for column in new if column.is_text}
         columns = list(enumerate(schema.columns))
         return Layout(
             schema,
@@ -195,6 +201,7 @@ class Places:
         for lane, extent in zip(self.lanes, place.extents, strict=False):
             lane.release(extent)
         self._maps.give_back(place.num_maps)
+        give_back(place.texts)
 
     def starts(self, place: Place) -> list[int]:
         """The place's first row in each lane."""
@@ -235,7 +242,8 @@ class Places:
                 if text is None:
                     payload.copy_rows(position, rows)
                 else:
-                    rows[...] = text.encode(payload.texts(position))
+                    rows[...], use = text.encode(payload.texts(position))
+                    place.texts.append(use)
 
     def fill(self, slot: Slot, place: Place) -> bool:
         """Map or copy the slot's file to its place; False where no mapping or memory is left."""
@@ -254,6 +262,7 @@ class Places:
                 with suppress(OSError):  # `_read_in` does it again
                     lane.ranges[i].release(extent.start, extent.stop)
             self._maps.give_back(len(columns))
+            give_back(place.texts)
             if isinstance(error, OSError) and vm.is_out_of_memory(error):
                 return False
             raise
@@ -285,12 +294,18 @@ class Places:
         return True
 
     def read_rows(
-        self, slot: Slot, shown: Layout, rows: Array, leaves: Sequence[Any], targets: Array
+        self,
+        slot: Slot,
+        shown: Layout,
+        rows: Array,
+        leaves: Sequence[Any],
+        targets: Array,
+        uses: list[TextUse],
     ) -> None:
         """Read ``rows`` of a cold slot from its file into ``leaves[position][targets]``.
 
-        Of text columns the codes. The leaves are of the columns of ``shown``, which the slot has;
-        those that are None are left out.
+        Of text columns the codes, whose uses join ``uses``. The leaves are of the columns of
+        ``shown``, which the slot has; those that are None are left out.
         """
         if shown is not slot.layout:
             by_path = dict(zip(shown.positions, leaves, strict=True))
@@ -301,7 +316,9 @@ class Places:
                 if leaves[position] is None:
                     continue
                 codes, strings = source.read_text(position)
-                leaves[position][targets] = text.encode(strings)[codes[rows]]
+                own, use = text.encode(strings)
+                uses.append(use)
+                leaves[position][targets] = own[codes[rows]]
 
     def close(self, places: Iterable[Place]) -> None:
         """Give all addresses back, with those of the ``places`` that were not given back."""
@@ -352,7 +369,9 @@ class Places:
                 source.read_part(position, rows)
             else:
                 codes, strings = source.read_text(position)
-                rows[...] = text.encode(strings)[codes]
+                own, use = text.encode(strings)
+                place.texts.append(use)
+                rows[...] = own[codes]
 
 
 def _longest(layout: Layout, lane_number: int, rows: tuple[int, ...]) -> int:

@@ -500,10 +500,6 @@ class TextTable:
         strings = self._strings
         return [strings[code] for code in codes.tolist()]
 
-    def renew_lock(self) -> None:
-        """Make the lock anew, in a forked child."""
-        self._lock = threading.Lock()
-
 
 def _split_epochs(epochs: Any, path: Path) -> tuple[Any, Any]:
     """``[E, L + 1, ...]`` as its aligned steps ``[E, L, ...]`` and left-out ones ``[E, ...]``."""

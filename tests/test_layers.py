@@ -29,6 +29,7 @@ RANKS = {
     "schema": 0,
     "columns": 1,
     "entry": 1,
+    "text": 1,
     "notebook": 1,
     "packages": 1,
     "files": 1,
