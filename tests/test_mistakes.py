@@ -145,25 +145,49 @@ def test_an_interrupt_while_the_command_is_imported_is_quiet(store: Path) -> Non
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
-def test_an_interrupt_of_a_running_command_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
+def run_stub(
+    body: str, *, closed: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The entry of the command with ``body`` for all that it would import and do."""
     code = (
-        "import signal, sys\n"
-        "import mmbuf.cli.transfer as commands\n"
-        "def interrupted(*_, **__): signal.raise_signal(signal.SIGINT)\n"
-        "commands.transfer.merge = interrupted\n"
+        "import signal, sys, types\n"
+        "def run():\n"
+        f"    {body}\n"
+        "sys.modules['mmbuf.cli'] = types.SimpleNamespace(main=run)\n"
         "from mmbuf.__main__ import main\nmain()"
     )
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code],
+        env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""} | (environment or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_interrupt_of_a_running_command_is_quiet_and_has_its_clean_up() -> None:
+    ran = run_stub("try: signal.raise_signal(signal.SIGINT)\n    finally: print('cleaned up')")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "cleaned up\n", "")
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    ran = run_stub("signal.raise_signal(signal.SIGINT); print('went on')")
+    assert ran.returncode == 130
     ran = subprocess.run(
-        [sys.executable, "-c", code, "merge", "a", "b"],
+        [
+            *(sys.executable, "-c"),
+            f"{code}import sys, types\n"
+            "sys.modules['mmbuf.cli'] = types.SimpleNamespace(main=lambda: ("
+            "signal.raise_signal(signal.SIGINT), print('went on')))\n"
+            "from mmbuf.__main__ import main\nmain()",
+        ],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
     )
-    assert ran.returncode == 130
-    assert "Traceback" not in ran.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "went on\n", "")
 
 
 def test_a_real_interrupt_at_any_moment_of_the_start_is_quiet(store: Path) -> None:
@@ -183,49 +207,39 @@ def test_a_real_interrupt_at_any_moment_of_the_start_is_quiet(store: Path) -> No
         assert process.returncode in (0, 130, -signal.SIGINT, 1), errors
 
 
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_a_command_needs_no_standard_stream(store: Path, closed: str) -> None:
-    line = f'"{sys.executable}" -m mmbuf info "{store}" {closed}'
-    ran = subprocess.run(
-        ["sh", "-c", line], env=ENVIRONMENT, capture_output=True, text=True, check=False
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_needs_no_standard_stream(closed: str) -> None:
+    ran = run_stub(
+        "print(sys.stdin.read(0), sys.stdout.isatty(), sys.stderr.isatty())", closed=closed
     )
-    assert (ran.returncode, ran.stderr) == (0, "")
+    shown = "" if ">&-" in closed.replace("2>&-", "") else " False False\n"
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, shown, "")
 
 
-def test_a_name_that_the_encoding_does_not_have_is_escaped(tmp_path: Path) -> None:
-    path = tmp_path / "é"
-    with opened(path) as buffer:
-        buffer.add_trajectories([{"rewards": torch.zeros(3, 2)}])
-    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+def test_the_whole_command_runs_without_a_standard_stream(store: Path) -> None:
     ran = subprocess.run(
-        [*COMMAND, "info", str(path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert f"stores        {tmp_path}/\\xe9\n" in ran.stdout
-    (tmp_path / "é file").touch()
-    ran = subprocess.run(
-        [*COMMAND, "info", f"{tmp_path}/é file"],
-        env=environment,
+        ["sh", "-c", f'"{sys.executable}" -m mmbuf info "{store}" <&- >&- 2>&-'],
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr.startswith(f"mmbuf: {tmp_path}/\\xe9 file: expected a store directory")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_a_name_that_the_encoding_does_not_have_is_escaped() -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    ran = run_stub("print('/caf\\xe9'); sys.exit('mmbuf: /caf\\xe9')", environment=ascii_only)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "/caf\\xe9\n", "mmbuf: /caf\\xe9\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-def test_output_that_cannot_be_written_is_one_line(store: Path) -> None:
-    with open("/dev/full", "w") as full:
-        ran = subprocess.run(
-            [*COMMAND, "info", str(store)],
-            env=ENVIRONMENT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert ran.returncode == 1
-    assert ran.stderr.startswith("mmbuf: ")
-    assert ran.stderr.endswith("No space left on device\n")
-    assert ran.stderr.count("\n") == 1
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    ran = run_stub("print('x')", closed=">/dev/full")
+    told = "mmbuf: stdout: [Errno 28] No space left on device\n"
+    assert (ran.returncode, ran.stderr) == (1, told)
+
+
+def test_a_pipe_that_nobody_reads_is_no_traceback() -> None:
+    ran = run_stub("import time; time.sleep(0.3); print('x')", closed="| true")
+    assert ran.stderr == ""
