@@ -246,7 +246,7 @@ class TrajectoryReplayBuffer:
 
     def _check_columns(self, directory: str, contents: Contents) -> None:
         if not self._is_common:
-            check_alike(directory, contents.own_schemas)
+            check_alike(contents.schemas_of_files(directory))
 
     def _add(
         self,

@@ -84,10 +84,17 @@ def own(fields: Mapping[str, Any], known: Schema, schemas: Iterable[Schema]) -> 
     return Schema(column for column in columns if column.path in paths)
 
 
-def check_alike(where: str, schemas: Sequence[Schema]) -> None:
-    """SchemaError where trajectories of ``where`` have several schemas."""
-    for other in schemas[1:]:
-        raise SchemaError(f"{where}: {difference(schemas[0], other, 'its first')} {REMEDY}")
+def check_alike(schemas: Iterable[tuple[str, Schema]]) -> None:
+    """SchemaError where trajectories, each a file and its schema, have several schemas."""
+    first: Schema | None = None
+    for file, schema in schemas:
+        if first is None or schema is first:
+            first = schema
+        elif schema != first:
+            what = difference(first, schema, "those before it")
+            raise SchemaError(
+                f"{file}: {what} {REMEDY if first.paths != schema.paths else ''}".rstrip()
+            )
 
 
 def difference(expected: Schema, got: Schema, where: str) -> str:

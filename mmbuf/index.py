@@ -170,6 +170,13 @@ class Contents:
         own = {id(entry.schema): entry.schema or self.schema for entry in self.entries.values()}
         return list(dict.fromkeys(schema for schema in own.values() if schema is not None))
 
+    def schemas_of_files(self, directory: str) -> Iterator[tuple[str, Schema]]:
+        """The file of each trajectory and its schema."""
+        for entry in self.entries.values():
+            schema = entry.schema or self.schema
+            if schema is not None:
+                yield files.join(directory, entry.file), schema
+
     def apply(self, event: dict[str, Any]) -> None:
         """Take in one event of the journal; KeyError, TypeError or ValueError if it is none."""
         kind = text("event", event["event"])

@@ -268,9 +268,12 @@ class Stores:
     def _check_schema(self, directory: str, schema: Schema, changes: Changes) -> None:
         """SchemaError unless what came fits to all others."""
         if not self._is_common:
-            own = {id(e.schema): e.schema or schema for e, _ in changes.added.values()}
-            before = [self._schemas[directory]] if self._keys[directory] else []
-            check_alike(directory, list(dict.fromkeys([*before, *own.values()])))
+            before = [(directory, self._schemas[directory])] if self._keys[directory] else []
+            come = (
+                (files.join(directory, entry.file), entry.schema or schema)
+                for entry, _ in changes.added.values()
+            )
+            check_alike([*before, *come])
         for other, known in self._schemas.items():
             if other == directory:
                 continue

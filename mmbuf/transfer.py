@@ -302,10 +302,11 @@ def _schema_of(paths: list[str], parts: list[Contents], *, is_mixed: bool) -> Sc
             except SchemaError as error:
                 raise SchemaError(f"{path}: {error}") from None
         elif part.schema != schema:
-            raise SchemaError(
-                f"{path}: {difference(schema, part.schema, first)} Merge with columns "
-                f'"common" where some may lack columns of others.'
-            )
+            what = difference(schema, part.schema, first)
+            remedy = 'Merge with columns "common" where some may lack columns of others.'
+            if schema.paths == part.schema.paths:
+                remedy = ""
+            raise SchemaError(f"{path}: {what} {remedy}".rstrip())
     return schema
 
 

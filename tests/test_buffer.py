@@ -1601,11 +1601,11 @@ def test_a_store_of_a_newer_version_is_refused_and_left_as_it_is(tmp_path: Path)
     event = json.loads(lines[1])
     assert (event["event"], event["version"]) == ("schema", 1)
     del event["crc"]
-    body = json.dumps(event | {"version": 3}).encode()[:-1]
+    body = json.dumps(event | {"version": 4}).encode()[:-1]
     lines[1] = body + f', "crc": "{zlib.crc32(body):08x}"}}'.encode()
     journal.write_bytes(b"\n".join(lines) + b"\n")
     before = contents_of(tmp_path)
-    with pytest.raises(VersionError, match="expected store version 2 or older, got 3") as first:
+    with pytest.raises(VersionError, match="expected store version 3 or older, got 4") as first:
         opened(tmp_path)
     with pytest.raises(VersionError):  # and not that it is held, though the first error lives
         opened(tmp_path)

@@ -1499,7 +1499,7 @@ def lose(snapshot: dict[str, Any]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "no directory": (shutil.rmtree, FileNotFoundError, "expected a store or a checkpoint"),
+    "no directory": (shutil.rmtree, FileNotFoundError, "expected a store directory, got none"),
     "an empty directory": (
         lambda path: [(path / name).unlink() for name in listing(path)],
         FileNotFoundError,
@@ -1568,9 +1568,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         "not an index: ValueError",
     ),
     "a newer version": (
-        lambda path: rewrite(path, lambda s: s.update(version=3)),
+        lambda path: rewrite(path, lambda s: s.update(version=4)),
         VersionError,
-        "trajectory_index.json: expected store version 2 or older, got 3. Update mmbuf.",
+        "trajectory_index.json: expected store version 3 or older, got 4. Update mmbuf.",
     ),
     "no metadata": (
         lambda path: rewrite(path, lambda s: s.update(metadata=None)),

@@ -104,7 +104,7 @@ def test_a_column_that_comes_or_goes_is_refused_and_the_remedy_named(
 
 def test_a_store_of_several_schemas_is_refused_and_the_remedy_named(tmp_path: Path) -> None:
     path = mixed(tmp_path / "store", FEW, MANY)
-    expected = "column 'obs.image': expected none as in its first, got uint8 rows of shape"
+    expected = "column 'obs.image': expected none as in those before it, got uint8 rows"
     for open_it in (
         lambda: ReplayReader(path),
         lambda: Tables(path),
@@ -113,7 +113,7 @@ def test_a_store_of_several_schemas_is_refused_and_the_remedy_named(tmp_path: Pa
     ):
         with pytest.raises(SchemaError, match=r'columns="common"') as raised:
             open_it()
-        assert str(raised.value).startswith(f"{path}: {expected}")
+        assert str(raised.value).startswith(f"{path}/trajectory_1_.arrow: {expected}")
 
 
 def test_a_reader_of_one_schema_says_when_another_comes(tmp_path: Path) -> None:

@@ -1026,12 +1026,12 @@ def test_a_store_that_begins_while_it_is_looked_at_is_followed(
     real = checkpoint.read_rlinf
     begun: list[TrajectoryReplayBuffer] = []
 
-    def read(path: str) -> Any:
+    def read(path: str, damage: Any = None) -> Any:
         if not begun:
             begun.append(opened(Path(path)))
             add(begun[0], 0)
             begun[0].flush()
-        return real(path)
+        return real(path, damage)
 
     (tmp_path / "rank_0").mkdir()
     monkeypatch.setattr(checkpoint, "read_rlinf", read)

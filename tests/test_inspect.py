@@ -506,7 +506,10 @@ def test_text_of_a_store_is_no_markup(tmp_path: Path) -> None:
             ["plot", "STORE", "--out", "STORE/x.png", "--trajectory", "0", "--env", "2"],
             "--env: expected one of 2 environments, got 2",
         ),
-        (["stats", "OTHER", "STORE"], "expected Schema.* as in .*, got Schema"),
+        (
+            ["stats", "OTHER", "STORE"],
+            r"column '.*': expected .* rows of shape .*, as in other trajectories, got .* rows",
+        ),
     ],
 )
 def test_a_mistake_is_one_message(

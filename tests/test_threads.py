@@ -348,7 +348,8 @@ def test_a_trajectory_that_is_just_added_can_be_read_as_soon_as_it_is_listed(
 
 FINDING = """
 import sys, threading
-import torch, mmbuf
+import torch, mmbuf.sampling
+from mmbuf import *  # what is not named in an import is imported when it is used
 found = []
 class Finder:
     def find_spec(self, name, path=None, target=None):

@@ -266,16 +266,20 @@ def _turned(number: int) -> dict[str, Any]:
     return fields
 
 
+_REMEDY = 'Merge with columns "common" where some may lack columns of others.'
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
             _without_text,
-            "column 'curr_obs.task': expected text rows of shape () as in {a}, got none.",
+            "column 'curr_obs.task': expected text rows of shape () as in {a}, got none. "
+            + _REMEDY,
         ),
         (
             _with_values,
-            "column 'values': expected none as in {a}, got float32 rows of shape ().",
+            "column 'values': expected none as in {a}, got float32 rows of shape (). " + _REMEDY,
         ),
         (
             _of_float64,
@@ -895,7 +899,8 @@ def test_wrong_usage_ends_with_two(arguments: tuple[str, ...], tmp_path: Path) -
         ),
         (
             ("merge", "{a}", "{b}", "{t}"),
-            "{b}: column 'curr_obs.task': expected text rows of shape () as in {a}, got none.",
+            "{b}: column 'curr_obs.task': expected text rows of shape () as in {a}, got none. "
+            + _REMEDY,
         ),
         (
             ("convert", "{bad}", "{t}", "--format", "npy"),

@@ -23,6 +23,7 @@ IMAGES = ((32, 32, 3), (16, 16, 3))  # of the two schemas; `schema_of` says whos
 EPISODE = 5
 MAX_SERIAL = 1 << 24  # beyond it ``states``, which are float32, are not exact
 _LENGTH, _STEPS, _GAMMA = 3, 3, 0.9
+_ROLES = {"next": ["next_obs.codes"]}  # of no other column
 _ROW = 1_000_000
 
 
@@ -237,9 +238,9 @@ class Drawer:
         self._rng = rng
         self._out: dict[str, Any] | None = None  # the batch to be refilled
         self._slices, self._padded = Slices(_LENGTH), Slices(_LENGTH + 1, pad=True)
-        self._targets = NStep(_STEPS, _GAMMA)
+        self._targets = NStep(_STEPS, _GAMMA, roles=_ROLES)
         self._rows = Prioritized()
-        self._by_priority = NStep(_STEPS, _GAMMA, rows=self._rows)
+        self._by_priority = NStep(_STEPS, _GAMMA, rows=self._rows, roles=_ROLES)
         self._epoch = WithoutReplacement()
 
     def next(self, kinds: tuple[str, ...] = KINDS) -> Drawing:
