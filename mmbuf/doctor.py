@@ -193,7 +193,11 @@ def _wrong_files(directory: str) -> Remark:
         listed = salvage(directory).entries if rlinf is None else list(rlinf.entries.values())
     except MmbufError as error:
         return _remark("files of the wrong length", str(error), None)
-    wrong = [entry.file for entry in listed if not _has_its_length(directory, entry)]
+    suspects = [entry for entry in listed if not _has_its_length(directory, entry)]
+    if suspects and rlinf is None:  # what its writer has removed since is not missing
+        still = {entry.uuid for entry in salvage(directory).entries}
+        suspects = [entry for entry in suspects if entry.uuid in still]
+    wrong = [entry.file for entry in suspects]
     remedy = f"{wrong[0]} is one of them. Run: mmbuf verify {directory}" if wrong else ""
     return _remark("files of the wrong length", len(wrong), 0, remedy)
 
@@ -205,8 +209,7 @@ def _has_its_length(directory: str, entry: Entry) -> bool:
     try:
         return storage.size_of(path, entry) == entry.size_bytes
     except (CorruptError, FileNotFoundError):
-        # What its writer has removed since is not missing.
-        return entry.uuid not in {each.uuid for each in salvage(directory).entries}
+        return False
 
 
 def _versions() -> list[Remark]:
