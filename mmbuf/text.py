@@ -50,8 +50,9 @@ class WindowText:
             code = self._free.pop()
             self._strings[code] = string
             return code
-        self._strings.append(string)
+        # In this order: whatever ends it in the middle, no code is without a count.
         self._num_uses.append(0)
+        self._strings.append(string)
         return len(self._strings) - 1
 
     def _give_back(self, used: Array) -> None:

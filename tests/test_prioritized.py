@@ -279,6 +279,17 @@ def test_beta_may_be_changed_at_any_time() -> None:
     assert len(set(buffer.sample(100, sampler=sampler)["weights"].tolist())) > 5
 
 
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")], ids=["below", "nan", "inf"])
+def test_a_beta_that_would_make_weights_nan_is_refused_later_too(value: float) -> None:
+    buffer, sampler = in_memory(1), Prioritized(beta=0.5)
+    set_all(buffer, sampler, float)
+    with pytest.raises(ValueError, match="beta: expected at least 0"):
+        sampler.beta = value
+    assert sampler.beta == 0.5
+    sampler.beta = torch.tensor(1.0)  # type: ignore[assignment]  # as a schedule has it
+    assert buffer.sample(100, sampler=sampler)["weights"].isfinite().all()
+
+
 def test_batches_have_weights_and_handles_without_being_asked() -> None:
     batch = in_memory(1).sample(4, sampler=Prioritized())
     assert list(batch) == ["row", "weights", "info"]

@@ -57,6 +57,24 @@ def test_a_code_is_free_when_its_last_use_is_given_back() -> None:
     assert text.encode([])[0].dtype == np.int32
 
 
+def test_a_string_that_there_was_no_memory_for_spoils_no_other() -> None:
+    class Full(list[Any]):
+        def append(self, value: Any) -> None:
+            raise MemoryError
+
+    text = WindowText()
+    for name in ("_strings", "_num_uses"):  # whichever of the two cannot grow
+        there_is_room = getattr(text, name)
+        setattr(text, name, Full(there_is_room))
+        with pytest.raises(MemoryError):
+            text.encode(["lost"])
+        setattr(text, name, there_is_room)
+    codes, use = text.encode(["a", "b"])
+    assert (text.decode(codes), len(text)) == (["a", "b"], 2)
+    give_back([use])
+    assert len(text) == 0
+
+
 @pytest.mark.parametrize("is_saved", [False, True], ids=["memory", "saved"])
 def test_text_that_never_repeats_follows_the_window(tmp_path: Path, is_saved: bool) -> None:
     options: dict[str, Any] = {"sample_window_size": 5}

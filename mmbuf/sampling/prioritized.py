@@ -71,6 +71,15 @@ class Prioritized(Sampler):
         self._updated: list[Array] = []  # handles, since the last draw
         self._num_late = 0
 
+    @property
+    def beta(self) -> float:
+        """How far the weights make up for the priorities: 0 not at all, 1 fully."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = _finite("beta", value)
+
     def draw(self, sight: Sight, num_chunks: int, generator: np.random.Generator) -> Draw:
         self._check_is_outside()
         while (found := self._find(sight, num_chunks, generator)) is None:
