@@ -63,7 +63,8 @@ def __getattr__(name: str) -> typing.Any:
     if name in __all__:
         home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'errors')}")
         return globals().setdefault(name, getattr(home, name))
-    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+    is_module_name = name.isidentifier() and not name.startswith("_")
+    if is_module_name and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

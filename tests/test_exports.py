@@ -83,6 +83,11 @@ def test_the_package_itself_imports_none_of_what_it_exports() -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("name", ["absent", "", "a.b", "errors.absent", "\0", "_absent"], ids=ascii)
+def test_a_name_that_there_is_not_is_an_attribute_error(name: str) -> None:
+    assert not hasattr(mmbuf, name)
+
+
 def test_each_export_is_the_one_of_its_module() -> None:
     for name in mmbuf.__all__:
         exported = getattr(mmbuf, name)
