@@ -60,13 +60,13 @@ _NAMES = {
     REWARD: ("rewards", "reward", "rew"),
     TERMINATION: (
         *("terminations", "termination", "terminated", "terminateds", "terminals", "terminal"),
-        *("is_terminal", "is_terminated"),
+        *("is_terminal", "is_terminated", "is_state_terminal", "absorbing"),
     ),
     TRUNCATION: (
         *("truncations", "truncation", "truncated", "truncateds", "timeouts", "timeout"),
         "is_truncated",
     ),
-    DONE: ("dones", "done", "is_last", "is_done"),
+    DONE: ("dones", "done", "is_last", "last", "is_done", "dones_float", "resets"),
     DISCOUNT: ("discount", "discounts"),
 }
 _ROLE_OF = {name: role for role, names in _NAMES.items() for name in names}
@@ -210,6 +210,10 @@ class Roles:
                 f"{_remedy(ROW, name)}."
             )
         return self._next_states
+
+    def is_said(self, role: str) -> bool:
+        """Whether the caller has said which column it is, or that there is none."""
+        return role in self._said
 
     def _only(self, role: str) -> Path | None:
         found = self._found[role]

@@ -420,6 +420,32 @@ def test_samplers_raise_where_two_columns_could_say_where_episodes_end() -> None
     buffer.sample(2)
 
 
+def test_an_end_by_time_is_not_taken_for_one_for_good_where_a_discount_may_tell() -> None:
+    """As dm_env has it: ``is_last`` of either kind, and a discount of 1 at a limit of time."""
+    flags = torch.tensor([0, 1, 0, 1])[:, None].bool()
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories(
+        [
+            {
+                "observation": torch.arange(4.0)[:, None],
+                "reward": torch.ones(4, 1),
+                "discount": torch.tensor([1.0, 1.0, 1.0, 0.0])[:, None],
+                "is_last": flags,
+            }
+        ]
+    )
+    with pytest.raises(SchemaError, match=r"'is_last', an end of either kind, and 'discount'"):
+        buffer.sample(2, sampler=NStep(3, 0.5))
+    for roles, discounts in (
+        ({"termination": None}, {0: 0.25, 1: 0.5, 2: 0.0, 3: 0.0}),
+        ({"discount": None}, dict.fromkeys(range(4), 0.0)),
+    ):
+        sampler = NStep(3, 0.5, roles=roles, discount="counted")
+        batch = buffer.sample(99, sampler=sampler)
+        found = zip(batch["observation"].tolist(), batch["counted"].tolist(), strict=True)
+        assert dict(found) == discounts
+
+
 def test_slices_and_sums_stop_at_the_flag_that_roles_names() -> None:
     flags = torch.tensor([0, 1, 0, 0])[:, None].bool()
     buffer = TrajectoryReplayBuffer(seed=0)

@@ -22,7 +22,7 @@ import numpy as np
 
 from mmbuf.arguments import key_name, number, told, whole
 from mmbuf.errors import SchemaError
-from mmbuf.roles import REWARD, Roles, Told
+from mmbuf.roles import REWARD, TERMINATION, Roles, Told
 from mmbuf.sampling.derived import Follower
 from mmbuf.sampling.draw import (
     Draw,
@@ -155,6 +155,13 @@ class NStep(Follower):
                 )
             if discount.path == (self.discount,):
                 _floats_of(sight, discount.path)
+            if roles.flags == [roles.done] and not roles.is_said(TERMINATION):
+                done, told = ".".join(roles.done or ()), "roles={'termination': None}"
+                raise SchemaError(
+                    f"roles: expected a column that is the termination, got {done!r}, an end of "
+                    f"either kind, and {discount.name!r}, which may say of which. Say {told} where "
+                    f"the discounts do, roles={{'discount': None}} where each end is for good."
+                )
         flags = {path: column_of(sight, path, "the ends of episodes") for path in roles.flags}
         moved = frozenset([*roles.next_states, *flags])
         return _Columns(reward, discount, flags, roles, moved)
@@ -218,8 +225,8 @@ def _terminations(columns: _Columns, found: Mapping[Path, Array]) -> Array | Non
 
     if roles.termination is not None:
         return any_of(flags(roles.termination))
-    if roles.done is None:
-        return None
+    if roles.done is None or (columns.discount is not None and roles.truncation is None):
+        return None  # the stored discounts tell, if anything does
     is_over = flags(roles.done)
     if roles.truncation is not None:
         is_over = np.logical_and(is_over, np.logical_not(flags(roles.truncation)))
