@@ -97,12 +97,14 @@ class Sight:
 
     @property
     def schema(self) -> Schema:
-        schema: Schema = self.view.shown.schema
+        schema = self.view.schema
+        assert schema is not None
         return schema
 
     @property
     def union(self) -> Schema:
-        union: Schema = self.view.union
+        union = self.view.union
+        assert union is not None
         return union
 
     def read(self, paths: Sequence[Path], rows: Array) -> list[Leaf]:
@@ -143,7 +145,7 @@ class TrajectoryCache:
         self._num_of: dict[Layout, int] = {}  # how many slots of the window have which columns
         self._shown_of: set[Layout] = set()  # whose common columns they are
         self._union: Schema | None = self._shown.schema
-        self._view = View(self._table, True, self._shown, self._union)
+        self._view = View(self._table, True, self._shown.schema, self._union)
         self._is_closed = False
         self._slots: dict[int, Slot] = {}
         self._resident: deque[Slot] = deque()  # those with a place, oldest first
@@ -168,7 +170,8 @@ class TrajectoryCache:
     @property
     def shown_schema(self) -> Schema:
         """The columns that every trajectory of the window has: those of a gather."""
-        schema: Schema = self._view.shown.schema
+        schema = self._view.schema
+        assert schema is not None
         return schema
 
     def admit(self, schema: Schema) -> None:
@@ -320,7 +323,7 @@ class TrajectoryCache:
         """
 
         def look(view: View) -> tuple[Schema, list[Leaf]]:
-            schema: Schema = view.shown.schema
+            schema = self._shown_in(view).schema
             out = None if targets is None else targets(schema)
             return schema, self._gather(view, draw(view.low, view.high), out)
 
@@ -342,11 +345,11 @@ class TrajectoryCache:
 
         def look(view: View) -> tuple[Schema, list[Leaf], Draw, Origins | None]:
             try:
-                schema: Schema = view.shown.schema
+                schema = self._shown_in(view).schema
                 drawn = draw(Sight(self, view, delivery))
                 leaves = self._gather_draw(view, drawn, targets(schema, drawn))
                 if drawn.derive is not None:
-                    columns = zip(view.shown.positions, leaves, strict=True)
+                    columns = zip(self._shown_in(view).positions, leaves, strict=True)
                     drawn.added |= drawn.derive(dict(columns))
                 return schema, leaves, drawn, origins_of(view, drawn.rows) if has_info else None
             except BaseException:
@@ -363,7 +366,7 @@ class TrajectoryCache:
                 view = self._pinned(pin)
                 if view.low == view.high:
                     raise EmptyBufferError("sample: expected rows to draw from, got none.")
-                if not view.shown.takes:
+                if not self._shown_in(view).takes:
                     raise SchemaError(
                         "sample: expected a column that every trajectory of the window has, "
                         "got none."
@@ -613,7 +616,9 @@ class TrajectoryCache:
             schemas = [layout.schema for layout in self._num_of]
             self._shown = self._layout_of(common(self._places.schema, schemas))
             self._union = union_of(schemas)
-        view = View(self._table, self._num_unfilled == 0, self._shown, self._union)
+        idle_lanes = self._shown.idle_lanes(len(self._table.changed))
+        is_filled = self._num_unfilled == 0
+        view = View(self._table, is_filled, self._shown.schema, self._union, idle_lanes)
         old, self._view = self._view, view
         self._busy = [view for view in (*self._busy, old) if view.pins]
         if self._cold_texts:
@@ -693,8 +698,13 @@ class TrajectoryCache:
 
     # -- gathers ---------------------------------------------------------------------------------
 
+    def _shown_in(self, view: View) -> Layout:
+        """Where the columns lie that every slot of the view has."""
+        assert view.schema is not None
+        return self._places.layout_of(view.schema)
+
     def _gather(self, view: View, rows: Array, out: Sequence[Leaf] | None) -> list[Leaf]:
-        shown: Layout = view.shown
+        shown = self._shown_in(view)
         slots = view.slots_of(rows) if view.needs_slots else None
         if slots is not None and not view.is_filled and not self._fill_drawn(view, slots):
             leaves = self._targets(shown, len(rows), out)
@@ -751,10 +761,10 @@ class TrajectoryCache:
         if not draw.moved and not draw.replaced:
             return self._gather(view, draw.rows, out)
         moved, moved_rows = draw.moved or (frozenset(), draw.rows)
-        leaves = self._targets(view.shown, len(draw.rows), out)
+        leaves = self._targets(self._shown_in(view), len(draw.rows), out)
         kept: list[Leaf] = [None] * len(leaves)
         others = kept.copy()
-        for path, position in view.shown.positions.items():
+        for path, position in self._shown_in(view).positions.items():
             if path in draw.replaced:
                 if out is None:
                     leaves[position] = draw.replaced[path]
@@ -764,11 +774,11 @@ class TrajectoryCache:
                 (others if path in moved else kept)[position] = leaves[position]
         self._gather_some(view, draw.rows, kept)
         self._gather_some(view, moved_rows, others)
-        return _with_text(view.shown, leaves, out)
+        return _with_text(self._shown_in(view), leaves, out)
 
     def read(self, view: View, paths: Sequence[Path], rows: Array) -> list[Leaf]:
         """These columns of these rows, for a `Sight`."""
-        shown: Layout = view.shown
+        shown = self._shown_in(view)
         positions = [shown.positions[path] for path in paths]
         leaves: list[Leaf] = [None] * len(shown.takes)
         for position in positions:
@@ -793,7 +803,7 @@ class TrajectoryCache:
             self._gather_mixed(view, rows, slots, leaves)
             return
         lane_rows = view.lane_rows(rows, slots) or [rows]
-        for (lane, take), leaf in zip(view.shown.takes, leaves, strict=True):
+        for (lane, take), leaf in zip(self._shown_in(view).takes, leaves, strict=True):
             if leaf is not None:
                 take(lane_rows[lane], 0, leaf, "clip")
 
@@ -804,7 +814,7 @@ class TrajectoryCache:
         if len(warm):
             warm_rows, warm_slots = rows[warm], slots[warm]
             lane_rows = view.lane_rows(warm_rows, warm_slots)
-            for leaf, home in zip(leaves, view.shown.homes, strict=True):
+            for leaf, home in zip(leaves, self._shown_in(view).homes, strict=True):
                 if leaf is not None and home is not None:
                     leaf[warm] = home[2].take(lane_rows[home[0]], 0, None, "clip")
         shield.run(self._read_cold, view, rows, slots, leaves, (~is_warm).nonzero()[0])
@@ -822,7 +832,7 @@ class TrajectoryCache:
             if start < stop:
                 shield.check()
                 slot = self._slots[view.first_number + int(cold_slots[start])]
-                rows_of_slot = view.shown, local[start:stop], leaves, cold[start:stop]
+                rows_of_slot = self._shown_in(view), local[start:stop], leaves, cold[start:stop]
                 uses: list[TextUse] = []
                 try:
                     self._read(slot, self._places.read_rows, slot, *rows_of_slot, uses)

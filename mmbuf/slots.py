@@ -16,12 +16,12 @@ Slots whose offset into a lane agrees need no search at all: dense lanes are suc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from mmbuf.schema import Array
+from mmbuf.schema import Array, Schema
 
 _MAX_BUCKETS_PER_SLOT = 16
 
@@ -56,8 +56,8 @@ class View:
     ``low`` and ``high`` bound the window's row numbers, ``first`` and ``stop`` the indices of its
     slots; slot ``i`` has the rows from ``starts[i]`` to ``starts[i + 1]`` and ``facts[:, i]``, the
     fields of `Facts`. ``needs_slots`` says whether `lane_rows` wants the slots, ``pins`` are the
-    gathers that go on, ``shown`` is the `places.Layout` of the columns that every slot has, and
-    ``union`` the `Schema` of those that any slot has.
+    gathers that go on, ``schema`` are the columns that every slot has, and ``union`` those that any
+    slot has. No row's memory is kept: a sampler may have a view for longer than there is a buffer.
     """
 
     __slots__ = (
@@ -75,16 +75,21 @@ class View:
         "low",
         "needs_slots",
         "pins",
-        "shown",
+        "schema",
         "starts",
         "stop",
         "union",
     )
 
     def __init__(
-        self, table: SlotTable, is_filled: bool, shown: Any = None, union: Any = None
+        self,
+        table: SlotTable,
+        is_filled: bool,
+        schema: Schema | None = None,
+        union: Schema | None = None,
+        idle_lanes: Iterable[int] = (),
     ) -> None:
-        self.shown = shown
+        self.schema = schema
         self.union = union
         self.first, self.stop = first, stop = table.first, table.stop
         self.starts = table.starts
@@ -104,9 +109,8 @@ class View:
             int(offsets[last]) if changed <= first <= last else None
             for offsets, changed in zip(table.offsets, table.changed, strict=True)
         ]
-        if shown is not None:
-            for lane in shown.idle_lanes(len(self._shifts)):  # nobody asks for their rows
-                self._shifts[lane] = 0
+        for lane in idle_lanes:  # nobody asks for their rows
+            self._shifts[lane] = 0
         self.needs_slots = not is_filled or None in self._shifts
         self.pins: set[weakref.ref[Pin]] = set()
 

@@ -6,8 +6,11 @@ environment). Where sums have to be exact, rewards are small whole numbers and g
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -766,3 +769,27 @@ def test_threads_share_a_sampler_while_one_adds_and_evicts(tmp_path: Path) -> No
         add()
         look_while_adding(look, add)
     assert next(numbers) > 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: NStep(2, 0.9), lambda: Slices(2), WithoutReplacement],
+    ids=["nstep", "slices", "epoch"],
+)
+def test_a_sampler_does_not_keep_the_memory_of_a_buffer_that_is_gone(
+    make: Callable[[], Sampler],
+) -> None:
+    def address_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+    before = address_bytes()
+    samplers = [make() for _ in range(3)]
+    for sampler in samplers:
+        buffer = TrajectoryReplayBuffer()
+        buffer.add_trajectories([{"rewards": torch.ones(4, 2)}])
+        buffer.sample(2, sampler=sampler)
+        del buffer
+    gc.collect()
+    assert address_bytes() - before < 1 << 30  # a buffer has up to 8 TiB
