@@ -71,6 +71,8 @@ _NAMES = {
 }
 _ROLE_OF = {name: role for role, names in _NAMES.items() for name in names}
 _ENDS = (TERMINATION, TRUNCATION, DONE)
+# What TD3, ReAgent and others have: 0 where an episode ends.
+_INVERSE = {"not_done", "not_dones", "not_terminal", "not_terminals", "nonterminal", "nonterminals"}
 # Flags that TorchRL also has beside ``next``, of the state before the step.
 _BEFORE = {"done", "terminated", "truncated"}
 _ALIASES = {"obs": ("obs", "curr_obs")}
@@ -144,6 +146,10 @@ class Roles:
         self._learn_columns(path for path in rest if path in numbers)
         roles_found = {path for paths in self._found.values() for path in paths}
         self._learn_next_states([path for path in rest if path not in roles_found])
+        self._inverse: list[str] = []  # what looks like flags of going on
+        if not any(role in self._said for role in _ENDS):
+            keys = {path: _keys_of(path) for path in rest if path in numbers}
+            self._inverse = [self._names[p] for p in keys if keys[p][-1] in _INVERSE]
         self._missed: dict[str, list[str]] = {}  # flags that not all have, by role
         if union is not None and union is not schema:
             of_any = Roles(union, roles)
@@ -185,6 +191,12 @@ class Roles:
         if self.done is not None:
             return [self.done]
         found = [path for path in (self.termination, self.truncation) if path is not None]
+        if self._inverse and not found:
+            raise SchemaError(
+                f"column {self._inverse[0]!r}: expected a flag that is set where an episode ends, "
+                f"got what looks like its inverse. Store it inverted, or go without: "
+                f"roles={{{DONE!r}: None}}."
+            )
         if self._missed and len(found) < 2:
             role, (name, *_) = next(iter(self._missed.items()))
             raise SchemaError(
@@ -260,8 +272,11 @@ class Roles:
             for role, paths in self._found.items()
             if len(paths) > 1
         }
-        if not self._found[DONE] and not (self._found[TERMINATION] and self._found[TRUNCATION]):
-            found |= self._missed
+        if not self._found[DONE]:
+            if self._inverse and not (self._found[TERMINATION] or self._found[TRUNCATION]):
+                found[DONE] = self._inverse
+            if not (self._found[TERMINATION] and self._found[TRUNCATION]):
+                found |= self._missed
         lone = [self._names[path] for path in self._lone]
         return found | ({NEXT: lone} if lone else {})
 

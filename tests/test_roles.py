@@ -446,6 +446,22 @@ def test_an_end_by_time_is_not_taken_for_one_for_good_where_a_discount_may_tell(
         assert dict(found) == discounts
 
 
+def test_a_flag_of_going_on_is_not_passed_over() -> None:
+    """As TD3 and ReAgent have it."""
+    going_on = torch.tensor([1, 0, 1, 0])[:, None]
+    buffer = TrajectoryReplayBuffer(seed=0)
+    buffer.add_trajectories([{"rewards": torch.ones(4, 1), "not_done": going_on}])
+    assert Roles(buffer.schema).unclear() == {"done": ["not_done"]}
+    for sampler in (Slices(3), NStep(3, 0.5)):
+        with pytest.raises(SchemaError, match="'not_done': expected a flag that is set where"):
+            buffer.sample(2, sampler=sampler)
+    assert buffer.sample(2, sampler=Slices(3, roles={"done": None}))["not_done"].shape == (2, 3)
+    buffer.clear()
+    done = going_on == 0
+    buffer.add_trajectories([{"rewards": torch.ones(4, 1), "not_done": going_on, "dones": done}])
+    assert set(buffer.sample(99, sampler=Slices(2))["dones"][:, 0].tolist()) == {False}
+
+
 def test_slices_and_sums_stop_at_the_flag_that_roles_names() -> None:
     flags = torch.tensor([0, 1, 0, 0])[:, None].bool()
     buffer = TrajectoryReplayBuffer(seed=0)
