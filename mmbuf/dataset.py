@@ -29,7 +29,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from mmbuf import files, shield
 from mmbuf.arguments import number, seconds, whole
@@ -45,6 +45,8 @@ _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
 _JOIN_S = 0.05  # longer than a draw takes as a rule
 _EXIT_S = 10.0  # longer than a draw takes on a slow machine
+_QUEUE_THREAD = "QueueFeederThread"  # of a multiprocessing.Queue
+_QUEUE_S = 2.0  # longer than pickling the batches that a worker has drawn ahead
 _RECHECK_S = 1.0
 
 _log = logging.getLogger("mmbuf")
@@ -589,6 +591,21 @@ def _end_threads() -> None:
         feed.close()
     for feed in feeds:
         feed.join(max(deadline_s - time.monotonic(), 0.0))
+    if get_worker_info() is not None:
+        _end_queues()
+
+
+def _end_queues() -> None:
+    """The same for the thread that pickles a worker's batches: PyTorch leaves it to its fate.
+
+    A spawned worker that ends while its queue shares a tensor was aborted ("terminate called
+    without an active exception"), and the training process raised. A full pipe that nobody reads
+    holds such a thread up for ever, but outside torch, where it may end.
+    """
+    deadline_s = time.monotonic() + _QUEUE_S
+    for thread in threading.enumerate():
+        if thread.name == _QUEUE_THREAD:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
 
 
 class _Mix:

@@ -1158,6 +1158,32 @@ def test_spawned_workers_have_streams_of_their_own(tmp_path: Path) -> None:
     assert len({tuple(row_ids(batch)) for batch in [*here, *there]}) == 8
 
 
+class SlowToPickle:
+    def __reduce__(self) -> tuple[Any, ...]:
+        torch.rand(1_000_000).sort()  # some 0.05 s, without the interpreter's lock
+        return SlowToPickle, ()
+
+
+class SlowToSend(ReplayBufferDataset):
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield {**batch, "slow": SlowToPickle()}
+
+
+def test_a_spawned_worker_that_ends_while_a_batch_is_pickled_is_not_aborted(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+    with ReplayReader(tmp_path) as reader, SlowToSend(reader, None, 4, 1, 0) as dataset:
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
+        )
+        batches: Any = iter(loader)
+        assert len(row_ids(next(batches))) == 4
+        (worker,) = batches._workers
+        batches._shutdown_workers()
+    assert worker.exitcode == 0
+
+
 def drawn_in_child(_: Parent, dataset: Any, batches: Any) -> Any:
     """Batches of a new iterator, of the parent's one, and how many threads the child has."""
     got = [row_ids(batch) for batch in take(dataset, 4)]
