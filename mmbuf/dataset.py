@@ -17,6 +17,7 @@ import atexit
 import copy
 import logging
 import math
+import multiprocessing
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from mmbuf import files, shield
 from mmbuf.arguments import number, seconds, whole
@@ -591,7 +592,7 @@ def _end_threads() -> None:
         feed.close()
     for feed in feeds:
         feed.join(max(deadline_s - time.monotonic(), 0.0))
-    if get_worker_info() is not None:
+    if multiprocessing.parent_process() is not None:
         _end_queues()
 
 
@@ -601,6 +602,9 @@ def _end_queues() -> None:
     A spawned worker that ends while its queue shares a tensor was aborted ("terminate called
     without an active exception"), and the training process raised. A full pipe that nobody reads
     holds such a thread up for ever, but outside torch, where it may end.
+
+    In a child, `multiprocessing` has ended all other queues by now, so that none is waited for in
+    vain. (Whether it is a worker, torch may no longer know.)
     """
     deadline_s = time.monotonic() + _QUEUE_S
     for thread in threading.enumerate():
