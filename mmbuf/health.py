@@ -283,9 +283,10 @@ class _Plan:
         old, report = self._old, self.report
         places = self._with_one_identity(whole)
         schema = self._common_schema(whole, places)
-        # Of a store whose trajectories have several schemas those belong to it that fit.
+        # Of a store whose trajectories have several schemas those belong to it that fit. Where the
+        # list is damaged, it may have had several.
         schemas = index.Schemas(*([] if schema is None else [schema]))
-        has_several = len(old.schemas) > 1
+        has_several = len(old.schemas) > 1 or old.is_truth_damaged
         entries: dict[str, Entry] = {}
         for name, file in whole.items():
             entry = _with_columns_of(schema, file)

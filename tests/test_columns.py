@@ -400,6 +400,52 @@ def test_a_repair_of_a_damaged_journal_keeps_every_schema(tmp_path: Path) -> Non
         assert names(reader.get_trajectory(1).to_columns()) == list(MANY)
 
 
+def _without_second_schema(path: Path) -> None:
+    journal = path / JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    _, second = [i for i, line in enumerate(lines) if b'"event": "schema"' in line]
+    lines[second] = b"x" + lines[second][1:]
+    journal.write_bytes(b"".join(lines))
+
+
+def _without_index(path: Path) -> None:
+    for name in (JOURNAL, "trajectory_index.json", "metadata.json"):
+        (path / name).unlink()
+
+
+@FORMATS
+@pytest.mark.parametrize("damage", [_without_second_schema, _without_index])
+def test_a_repair_that_finds_no_list_of_schemas_quarantines_no_whole_trajectory(
+    damage: Any, trajectory_format: str, tmp_path: Path
+) -> None:
+    path = mixed(tmp_path / "store", FEW, MANY, FEW, trajectory_format=trajectory_format)
+    damage(path)
+    report = health.repair(path)
+    assert (report.num_trajectories, report.quarantined) == (3, {})
+    with ReplayReader(path, columns="common") as reader:
+        assert check(reader.sample(60), FEW) == {0, 1, 2}
+        assert sorted(names(reader.get_trajectory(1).to_columns())) == sorted(MANY)
+    assert health.verify(path) == []
+
+
+def test_a_repair_without_an_index_quarantines_what_cannot_be_in_one_store(tmp_path: Path) -> None:
+    path = mixed(tmp_path / "store", FEW, FEW)
+    other = mixed(tmp_path / "other", FEW[:1], FEW[:1], [*FEW[:1], "late"], FEW)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "int") as buffer:
+        for _ in range(4):
+            buffer.add_trajectories([{"rewards": torch.ones(4, 3, dtype=torch.int32)}])
+    (misplaced,) = (tmp_path / "int").glob("trajectory_3_*")
+    (fitting,) = other.glob("trajectory_2_*")
+    for file in (misplaced, fitting):
+        file.rename(path / file.name)
+    _without_index(path)
+    report = health.repair(path)
+    assert (report.num_trajectories, list(report.quarantined)) == (3, [misplaced.name])
+    with ReplayReader(path, columns="common") as reader:
+        assert len(reader) == 3
+        assert names(reader.sample(60)) == ["rewards"]
+
+
 def test_tables_have_the_columns_that_all_have_and_say_what_some_lack(tmp_path: Path) -> None:
     path = mixed(tmp_path / "store", FEW, MANY, MANY)
     tables = Tables(path, columns="common")
